@@ -1,0 +1,34 @@
+# Every target sets up .venv itself; a second `make` finds it ready.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test test-slow lint constraints clean
+
+demo: $(READY)           ## the main job on data that needs no download
+	$(BIN)/python examples/digits.py
+
+test: $(READY)           ## the tests, fast enough to be run all the time
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)      ## the tests that take longer
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)           ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# One pip call: torch is pinned in the constraints, so nothing else can choose another build of it.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch -e '.[fetch]' --group dev
+	touch $@
+
+constraints: $(READY)    ## write down the exact versions that are installed now
+	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' | grep -v '^setuptools==' > constraints.txt
+	touch $(READY)
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

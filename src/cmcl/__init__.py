@@ -1,0 +1,51 @@
+"""Confident multiple choice learning: ensembles of deep networks that know what they know.
+
+The public names, loaded when they are first used, so that `import cmcl` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {  # public name -> module that defines it
+    "confident_oracle_loss": "objectives",
+    "independent_loss": "objectives",
+    "oracle_loss": "objectives",
+    "OracleLoss": "objectives",
+    "share_features": "sharing",
+    "Ensemble": "ensemble",
+    "Prediction": "ensemble",
+    "load": "saving",
+}
+_MODULES = ("metrics", "networks", "data")
+
+__all__ = ["__version__", *_HOME, *_MODULES]  # noqa: PLE0604 (the names are strings)
+
+if TYPE_CHECKING:
+    from . import data as data
+    from . import metrics as metrics
+    from . import networks as networks
+    from .ensemble import Ensemble as Ensemble
+    from .ensemble import Prediction as Prediction
+    from .objectives import OracleLoss as OracleLoss
+    from .objectives import confident_oracle_loss as confident_oracle_loss
+    from .objectives import independent_loss as independent_loss
+    from .objectives import oracle_loss as oracle_loss
+    from .saving import load as load
+    from .sharing import share_features as share_features
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    elif name in _MODULES:
+        value = import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module 'cmcl' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
