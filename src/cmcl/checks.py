@@ -1,0 +1,214 @@
+"""What must hold of the arguments, said once: what must hold, what came instead, how to fix it.
+
+Shapes and types are always checked. Values (NaN, label range) are looked at where that is free: on eager
+CPU tensors, or everywhere with CMCL_DEBUG=1, because on a GPU it would wait for the device.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from itertools import combinations
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor, nn
+
+
+def members(logits: Tensor) -> int:
+    """The number of members M of logits (M, B, C, ...)."""
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise TypeError(f"logits must be a floating-point tensor. Got {_kind(logits)}.")
+    if logits.ndim < 3 or 0 in logits.shape:
+        raise ValueError(
+            "logits must have shape (members, batch, classes) or (members, batch, classes, height, width), "
+            f"none of them 0. Got {tuple(logits.shape)}; stack the members' outputs along a new first axis."
+        )
+    if logits.shape[2] < 2:
+        raise ValueError(f"logits must have at least 2 classes on axis 2. Got shape {tuple(logits.shape)}.")
+    return logits.shape[0]
+
+
+def objective(
+    logits: Tensor, targets: Tensor, beta: float, overlap: int, samples: int, *, own_task: bool
+) -> None:
+    """Shapes, types and ranges of an objective's arguments; unless the task reads the targets its own way."""
+    m = members(logits)
+    if isinstance(overlap, bool) or not isinstance(overlap, Integral):
+        raise TypeError(f"overlap must be an integer. Got {_kind(overlap)}.")
+    if not 1 <= overlap <= m:
+        raise ValueError(f"overlap must be between 1 and {m} (the number of members). Got {overlap}.")
+    if not isinstance(beta, Real):
+        raise TypeError(f"beta must be a number. Got {_kind(beta)}.")
+    if not 0 <= beta < math.inf:
+        raise ValueError(f"beta must be a finite number, 0 or more. Got {beta}.")
+    positive("samples", samples)
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets must be a tensor. Got {_kind(targets)}.")
+    same_device("targets", targets, logits)
+    expected = (logits.shape[1], *logits.shape[3:])
+    if not own_task and (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool):
+        raise TypeError(f"targets must be class indices, an integer tensor. Got {_kind(targets)}.")
+    fits = targets.shape[:1] == expected[:1] if own_task else targets.shape == expected
+    if not fits:
+        raise ValueError(
+            f"targets must have shape {expected} for logits of shape {tuple(logits.shape)}. "
+            f"Got {tuple(targets.shape)}."
+        )
+
+
+def labels(drawn: Tensor, logits: Tensor) -> None:
+    """Drawn labels must be (S, M, B, ...) class indices for logits (M, B, C, ...)."""
+    expected = (*logits.shape[:2], *logits.shape[3:])
+    if drawn.dtype != torch.int64:
+        raise TypeError(f"labels must be an int64 tensor. Got {_kind(drawn)}.")
+    if drawn.ndim != len(expected) + 1 or drawn.shape[1:] != expected or len(drawn) == 0:
+        raise ValueError(
+            f"labels must have shape (samples, {', '.join(map(str, expected))}) for these logits. "
+            f"Got {tuple(drawn.shape)}."
+        )
+    same_device("labels", drawn, logits)
+    if _may_look(drawn) and not (drawn.min() >= 0 and drawn.max() < logits.shape[2]):
+        raise ValueError(
+            f"labels must be between 0 and {logits.shape[2] - 1}. Got {drawn.min()} to {drawn.max()}."
+        )
+
+
+def unreduced(values: Tensor, like: Tensor) -> None:
+    """A task loss must keep one value per example (and pixel)."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"task must return a tensor. Got {_kind(values)}.")
+    if values.shape != like.shape:
+        raise ValueError(
+            f"task must return unreduced values of shape {tuple(like.shape)}. Got {tuple(values.shape)}; "
+            'pass reduction="none" to the loss.'
+        )
+
+
+def values(logits: Tensor, targets: Tensor, ignore_index: int | None, *, own_task: bool) -> None:
+    """NaN logits and labels outside the classes, where looking is free."""
+    if not _may_look(logits):
+        return
+    if logits.isnan().any():
+        bad = sorted({int(m) for m in logits.isnan().flatten(1).any(1).nonzero()})
+        raise ValueError(f"logits must not hold NaN. Got NaN from member {bad}; lower the learning rate?")
+    if own_task:
+        return
+    counted = targets if ignore_index is None else targets[targets != ignore_index]
+    if counted.numel() and not (counted.min() >= 0 and counted.max() < logits.shape[2]):
+        raise ValueError(
+            f"targets must be between 0 and {logits.shape[2] - 1} (classes on axis 2 of logits). "
+            f"Got {int(counted.min())} to {int(counted.max())}; ignore_index excludes a value."
+        )
+
+
+def features(shared: Sequence[Tensor], masks: Tensor | None) -> None:
+    """Shared features must agree in shape, and masks with them: (M, M, B, ...) boolean."""
+    first = shared[0]
+    for m, h in enumerate(shared):
+        if h.shape != first.shape:
+            raise ValueError(
+                "shared features must have one shape for all members. "
+                f"Got {tuple(first.shape)} from member 0 and {tuple(h.shape)} from member {m}; "
+                "share after another module, or use members that agree there."
+            )
+        same_device(f"features[{m}]", h, first)
+    if masks is None:
+        return
+    expected = (len(shared), len(shared), *first.shape)
+    if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape != expected:
+        raise ValueError(f"masks must be a boolean tensor of shape {expected}. Got {_kind(masks)}.")
+    same_device("masks", masks, first)
+
+
+def outputs(given: list[Tensor]) -> list[Tensor]:
+    """Members must return logits (B, C, ...) of one shape."""
+    for m, output in enumerate(given):
+        if not isinstance(output, Tensor) or output.ndim < 2:
+            raise TypeError(
+                f"members must return a tensor of logits (batch, classes, ...). Got {_kind(output)} from member {m}."
+            )
+        if output.shape != given[0].shape:
+            raise ValueError(
+                "members must return logits of one shape. "
+                f"Got {tuple(given[0].shape)} from member 0 and {tuple(output.shape)} from member {m}."
+            )
+    return given
+
+
+def modules(given: list[nn.Module]) -> list[nn.Module]:
+    """Members must be modules."""
+    if not given:
+        raise ValueError("network must give at least 1 member. Got an empty list.")
+    for m, module in enumerate(given):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"members must be torch.nn.Module instances. Got {_kind(module)} as member {m}.")
+    return given
+
+
+def distinct(given: list[nn.Module]) -> list[nn.Module]:
+    """Members must start from different weights: M equal ones would learn M times the same."""
+    for m, n in combinations(range(len(given)), 2):
+        if given[m] is given[n] or _equal_weights(given[m], given[n]):
+            raise ValueError(
+                f"members must start from different weights. Members {m} and {n} are the same; "
+                "build a freshly initialised module for each (a function, not copies of one instance)."
+            )
+    return given
+
+
+def _equal_weights(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = list(a.parameters()), list(b.parameters())
+    if (
+        not ours
+        or any(p.is_meta for p in ours + theirs)
+        or [p.shape for p in ours] != [q.shape for q in theirs]
+    ):
+        return False
+    return all(torch.equal(p, q.to(p.device)) for p, q in zip(ours, theirs, strict=True))
+
+
+def positive(name: str, value: int) -> None:
+    """A count must be an integer of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer. Got {_kind(value)}.")
+    if value < 1:
+        raise ValueError(f"{name} must be 1 or more. Got {value}.")
+
+
+def choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """A word must be one of a few."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}. Got {value!r}.")
+
+
+def probability(name: str, value: float) -> None:
+    """A probability must be a number between 0 and 1."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number. Got {_kind(value)}.")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must be between 0 and 1. Got {value}.")
+
+
+def same_device(name: str, value: Tensor, reference: Tensor) -> None:
+    """Tensors that meet must be on one device."""
+    if value.device != reference.device:
+        raise ValueError(
+            f"{name} must be on {reference.device} like the rest. Got {value.device}; "
+            f"call {name}.to({str(reference.device)!r}) first."
+        )
+
+
+def _may_look(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("CMCL_DEBUG") == "1"
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return (
+        f"{type(value).__name__} {value!r}" if isinstance(value, str | int | float) else type(value).__name__
+    )

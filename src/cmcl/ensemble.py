@@ -1,0 +1,136 @@
+"""An ensemble of members whose features are mixed at a named place.
+
+M members, B batch, C classes. The member axis comes first, always: logits (M, B, C, ...).
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import checks
+from .metrics import entropy
+from .sharing import MODES, share_features
+from .split import keep_modes, split
+
+Network = Callable[[], nn.Module] | Sequence[nn.Module]
+
+
+class Prediction(NamedTuple):
+    """What an ensemble answers, and how sure each member is."""
+
+    probs: Tensor  # (B, C, ...)           mean of the members' probabilities
+    member_probs: Tensor  # (M, B, C, ...)
+    entropy: Tensor  # (M, B)              of each member's answer, in nats; pixel mean if dense
+    chosen: Tensor  # (B,)                 the most confident member: lowest entropy
+
+
+class Ensemble(nn.Module):
+    """M networks that see the same batch and, with `share_after`, each other's features (section 4.1).
+
+    Args:
+        network: a function that builds one member, called once for each; or a list of modules.
+        members: how many to build (5 if not given).
+        share_after: name of a submodule after which the members' features are mixed; "stem" for
+            networks that offer `stem` and `trunk`. None: the members never meet.
+        share_prob: lambda of the paper, the probability that a feature value is passed on.
+        share_at_test: masks in eval mode: "expected", "sampled" or "off".
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        members: int | None = None,
+        *,
+        share_after: str | None = None,
+        share_prob: float = 0.7,
+        share_at_test: str = "expected",
+    ) -> None:
+        super().__init__()
+        checks.probability("share_prob", share_prob)
+        checks.choice("share_at_test", share_at_test, MODES)
+        self.members = nn.ModuleList(
+            checks.distinct(build_members(network, members))
+        )  # their state_dict keys unchanged
+        self.share_after = share_after
+        self.share_prob = share_prob
+        self.share_at_test = share_at_test
+        self._cut()
+
+    def forward(
+        self, x: Tensor, *, masks: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Logits (M, B, C, ...) of inputs (B, ...). `masks` and `generator` go to `share_features`."""
+        checks.same_device("x", x, next(self.parameters(), x))
+        if self.share_after is None:
+            return torch.stack(checks.outputs([member(x) for member in self.members]))
+        parts = [halves.stem(member, x) for member, halves in zip(self.members, self._halves, strict=True)]
+        mixed = share_features(
+            [h for h, _ in parts],
+            prob=self.share_prob,
+            mode="sampled" if self.training else self.share_at_test,
+            masks=masks,
+            generator=generator,
+        )
+        trunks = zip(self.members, self._halves, mixed, parts, strict=True)
+        return torch.stack(
+            checks.outputs([halves.trunk(member, h, rest) for member, halves, h, (_, rest) in trunks])
+        )
+
+    @torch.no_grad()
+    def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
+        """The ensemble's answer for inputs (B, ...), in eval mode; the mode is restored afterwards.
+
+        With `batch_size` the inputs are streamed through the ensemble's device in pieces.
+        """
+        checks.positive("batch_size", batch_size := max(len(x), 1) if batch_size is None else batch_size)
+        device = next(self.parameters(), x).device
+        with keep_modes(self):
+            self.eval()
+            logits = [self(part.to(device)).float().to(x.device) for part in x.split(batch_size)]
+        member_probs = torch.cat(logits, 1).softmax(2)
+        uncertainty = entropy(member_probs)
+        return Prediction(member_probs.mean(0), member_probs, uncertainty, uncertainty.argmin(0))
+
+    def save(self, path: str | Path) -> None:
+        """Write a folder that `cmcl.load` reads: config.json and safetensors, never a pickle."""
+        from .saving import save
+
+        save(self, path)
+
+    def extra_repr(self) -> str:
+        """Members, where features are shared, parameter counts."""
+        shared = f"shared after {self.share_after!r} with probability {self.share_prob}"
+        where = shared if self.share_after else "not shared"
+        count = sum(p.numel() for p in self.parameters())
+        return f"{len(self.members)} members, {count:,} parameters, features {where}"
+
+    def _cut(self) -> None:
+        name = self.share_after
+        self._halves = [] if name is None else [split(member, name) for member in self.members]
+
+    def __getstate__(self) -> dict[str, Any]:  # the halves are made of code, which does not pickle
+        return {key: value for key, value in self.__dict__.items() if key != "_halves"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._cut()
+
+
+def build_members(network: Network, members: int | None) -> list[nn.Module]:
+    """The modules of an ensemble: one call of `network` for each, or the list that was given."""
+    if isinstance(network, nn.Module) and not isinstance(network, nn.ModuleList):
+        raise TypeError(
+            "network must be a function that builds a member, or a list of modules. Got one module, whose "
+            f"copies would all start from the same weights; pass lambda: {type(network).__name__}(...)."
+        )
+    if callable(network) and not isinstance(network, nn.ModuleList):
+        checks.positive("members", members := 5 if members is None else members)
+        return checks.modules([network() for _ in range(members)])
+    if members not in (None, len(network)):
+        raise ValueError(
+            f"members must be {len(network)}, the length of the list, or left out. Got {members}."
+        )
+    return checks.modules(list(network))

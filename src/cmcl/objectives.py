@@ -1,0 +1,142 @@
+"""The objectives of the paper: IE, MCL and CMCL are one formula (section 3, Algorithm 1).
+
+M members, B batch, C classes, S samples, K overlap. Logits are (M, B, C), or dense (M, B, C, H, W).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import checks
+
+TaskLoss = Callable[[Tensor, Tensor], Tensor]  # one member's logits (B, C, ...), targets -> (B, ...)
+
+
+class OracleLoss(NamedTuple):
+    """A reduced loss beside the values it is made of."""
+
+    total: Tensor  # ()      what to call backward() on: sum over members, mean over the batch
+    assignment: Tensor  # (M, B) v of eq. 3: True where a member is a specialist for an example
+    task: Tensor  # (M, B)  task loss, pixel mean if dense; with gradients
+    kl: Tensor  # (M, B)    exact KL(U || P), pixel mean if dense; with gradients
+
+
+def confident_oracle_loss(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    beta: float = 0.75,
+    overlap: int = 1,
+    labels: str | Tensor = "exact",
+    samples: int = 1,
+    task: TaskLoss | None = None,
+    ignore_index: int | None = None,
+    generator: torch.Generator | None = None,
+) -> OracleLoss:
+    """The confident oracle loss, eq. 3 of the paper, with v chosen as in Algorithm 1.
+
+        L = min_v  mean_i sum_m  v_mi * task_mi + beta * (1 - v_mi) * KL(U || P_mi),   sum_m v_mi = K
+
+    Specialists (v = 1) learn the label, the others are pushed towards the uniform answer.
+    beta = 0 is multiple choice learning (eq. 1), overlap = M the independent ensemble (eq. 2).
+
+    Args:
+        logits: (M, B, C) or (M, B, C, H, W), before the softmax.
+        targets: classes, (B,) or (B, H, W).
+        beta: weight of the divergence from the uniform answer.
+        overlap: K, how many members learn each example. Ties go to the lowest member index.
+        labels: "exact" for the KL itself (version 0 of Algorithm 1); "sampled" for stochastic labels
+            (version 1, section 4.2); or the drawn labels themselves, (S, M, B) or (S, M, B, H, W).
+        samples: S, random labels per member and example with labels="sampled".
+        task: `task(member_logits, targets)` returns unreduced values, (B,) or (B, H, W). The default
+            is cross-entropy; class weights, label smoothing and soft targets come this way.
+        ignore_index: pixels (or examples) with this target count nowhere.
+        generator: source of the sampled labels. It does not pass through torch.compile.
+
+    Returns:
+        An `OracleLoss`. `task` and `kl` are exact whatever `labels` says: only `total` is sampled.
+    """
+    own_task = task is not None and ignore_index is None  # then the targets are the task's own affair
+    checks.objective(logits, targets, beta, overlap, samples, own_task=own_task)
+    checks.values(logits, targets, ignore_index, own_task=own_task)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()  # a KL over many classes does not survive 8 bits of mantissa
+    counted = None if ignore_index is None else targets != ignore_index  # (B, ...)
+    if counted is not None:
+        targets = targets.where(counted, 0)  # any class will do: its value is not counted
+
+    log_p = logits.log_softmax(2)  # (M, B, C, ...)
+    kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
+    values = _each_member(task or _cross_entropy, logits, targets)  # (M, B, ...)
+    drawn = _draw(labels, log_p, samples, generator)  # (S, M, B, ...), or None
+    silence = kl if drawn is None else _sampled_kl(log_p, drawn)  # (M, B, ...)
+
+    values, kl, silence = (_per_example(value, counted) for value in (values, kl, silence))  # (M, B)
+    # The exact KL, even with sampled labels: who specialises must not be a matter of luck.
+    v = specialists(values.detach() - beta * kl.detach(), overlap)
+    total = torch.where(v, values, beta * silence).sum(0).mean()  # where, since 0 * inf is NaN
+    return OracleLoss(total, v, values, kl)
+
+
+def independent_loss(logits: Tensor, targets: Tensor, **options: Any) -> OracleLoss:
+    """The loss of an independent ensemble, eq. 2: every member learns every example (overlap = M).
+
+    Shapes and options (`task`, `ignore_index`) as for `confident_oracle_loss`.
+    """
+    return confident_oracle_loss(logits, targets, overlap=checks.members(logits), **options)
+
+
+def oracle_loss(logits: Tensor, targets: Tensor, *, overlap: int = 1, **options: Any) -> OracleLoss:
+    """The oracle loss of multiple choice learning, eq. 1: only the K best members learn (beta = 0).
+
+    Shapes and options (`task`, `ignore_index`) as for `confident_oracle_loss`.
+    """
+    return confident_oracle_loss(logits, targets, beta=0.0, overlap=overlap, **options)
+
+
+def specialists(scores: Tensor, overlap: int) -> Tensor:
+    """The assignment v (M, B) that minimises eq. 3: the K smallest scores task - beta * KL per example."""
+    ranks = scores.argsort(dim=0, stable=True).argsort(dim=0)  # stable: ties go to the lowest member index
+    return ranks < overlap
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets.long(), reduction="none")
+
+
+def _each_member(task: TaskLoss, logits: Tensor, targets: Tensor) -> Tensor:
+    values = [task(member, targets) for member in logits]
+    checks.unreduced(values[0], logits[0, :, 0])
+    return torch.stack(values)
+
+
+def _draw(
+    labels: str | Tensor, log_p: Tensor, samples: int, generator: torch.Generator | None
+) -> Tensor | None:
+    if isinstance(labels, Tensor):
+        checks.labels(labels, log_p)
+        return labels
+    checks.choice("labels", labels, ("exact", "sampled"))
+    if labels == "exact":
+        return None
+    members, batch, classes, *pixels = log_p.shape
+    shape = (samples, members, batch, *pixels)
+    return torch.randint(classes, shape, device=log_p.device, generator=generator)
+
+
+def _sampled_kl(log_p: Tensor, drawn: Tensor) -> Tensor:
+    """-log p(label) - log C, mean over S uniform labels: its expectation is the exact KL (section 4.2)."""
+    return -log_p.gather(2, drawn.movedim(0, 2)).mean(2) - math.log(log_p.shape[2])
+
+
+def _per_example(values: Tensor, counted: Tensor | None) -> Tensor:
+    """Mean over the pixels that count: (M, B, ...) -> (M, B). An example with none of them gives 0."""
+    if counted is None:
+        return values.flatten(2).mean(2) if values.ndim > 2 else values
+    counted = counted.reshape(1, len(counted), -1)  # (1, B, pixels)
+    values = torch.where(counted, values.reshape(*values.shape[:2], -1), 0.0)
+    return values.sum(2) / counted.sum(2).clamp(min=1)

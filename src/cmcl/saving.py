@@ -1,0 +1,137 @@
+"""A folder <-> an Ensemble: config.json and safetensors, never a pickle.
+
+The weights file is named after its content and config.json, written last, points to it: a save that is
+interrupted leaves the ensemble that was there before.
+"""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from . import __version__
+from .ensemble import Ensemble, Network, build_members
+from .files import replacing
+from .networks import NETWORKS
+
+FORMAT = "cmcl-ensemble"
+VERSION = 1  # raise it when an older program could misread what is written
+SETTINGS = (
+    "share_after",
+    "share_prob",
+    "share_at_test",
+)  # arguments of Ensemble, attributes of the same name
+
+
+def save(ensemble: Ensemble, path: str | Path) -> None:
+    """Write `ensemble` to the folder `path`, replacing an ensemble that is there."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    old = _read_config(folder) if (folder / "config.json").exists() else None  # a foreign one is an error
+    # Clones, because safetensors refuses tensors that share memory, and tied weights do.
+    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in ensemble.state_dict().items()}
+    data = safetensors.torch.save(tensors)
+    checksum = sha256(data).hexdigest()
+    weights = {"file": f"weights-{checksum[:12]}.safetensors", "sha256": checksum}
+    with replacing(folder / weights["file"]) as part:
+        part.write_bytes(data)
+    config = {
+        "format": FORMAT,
+        "version": VERSION,
+        "cmcl": __version__,
+        "members": [_describe(member) for member in ensemble.members],
+        **{name: getattr(ensemble, name) for name in SETTINGS},
+        "weights": weights,
+    }
+    with replacing(folder / "config.json") as part:
+        part.write_text(json.dumps(config, indent=1) + "\n")
+    if old and old["weights"]["file"] != weights["file"]:
+        (folder / old["weights"]["file"]).unlink(missing_ok=True)
+
+
+def load(path: str | Path, *, network: Network | None = None, device: str | torch.device = "cpu") -> Ensemble:
+    """Read an ensemble back from the folder that `Ensemble.save` wrote, in eval mode.
+
+    Args:
+        path: the folder.
+        network: what builds a member, as for `Ensemble`; needed for networks that are not cmcl's own.
+        device: where the ensemble goes.
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    modules = _modules(folder, config["members"], network)
+    weights = _read_weights(folder, config["weights"])
+    for m, module in enumerate(modules):
+        prefix = f"members.{m}."
+        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        try:
+            module.load_state_dict(own)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{folder} does not fit member {m}. {reason}") from error
+    return Ensemble(modules, **{name: config[name] for name in SETTINGS}).to(device).eval()
+
+
+def _describe(member: nn.Module) -> dict[str, Any]:
+    """Enough to build the member again if it is one of ours; otherwise its class, for the error message."""
+    name = getattr(member, "name", None)
+    if name in NETWORKS:
+        return {"network": name, "options": member.options}
+    return {"network": None, "class": type(member).__qualname__}
+
+
+def _modules(folder: Path, members: list[dict[str, Any]], network: Network | None) -> list[nn.Module]:
+    if network is not None:
+        # Equal weights are no mistake here: the saved ones are about to replace them.
+        return build_members(network, len(members))
+    for member in members:
+        if member["network"] not in NETWORKS:
+            name = member.get("class") or member["network"]
+            raise ValueError(
+                f"{folder} holds {name!r}, which is not a network of cmcl's own. "
+                "Pass network=, a function that builds one member."
+            )
+    return [NETWORKS[member["network"]](**member["options"]) for member in members]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} must be a folder written by Ensemble.save. It has no config.json.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # broken JSON, or not even text
+        raise ValueError(
+            f"{path} must be JSON written by Ensemble.save. Got something else: {error}."
+        ) from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ValueError(f"{path} must be written by Ensemble.save. It belongs to another program.")
+    if config.get("version") not in range(1, VERSION + 1):
+        raise ValueError(
+            f"{path} has format version {config.get('version')}, and this cmcl {__version__} reads up to "
+            f"{VERSION}. Upgrade with: pip install -U confident-mcl"
+        )
+    missing = {"members", "weights", *SETTINGS} - config.keys()
+    if missing or Path(config["weights"]["file"]).name != config["weights"]["file"]:
+        raise ValueError(
+            f"{path} is damaged: {', '.join(sorted(missing)) or 'weights'} missing or malformed."
+        )
+    return config
+
+
+def _read_weights(folder: Path, weights: dict[str, str]) -> dict[str, torch.Tensor]:
+    path = folder / weights["file"]
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing. Copy the whole folder, config.json and weights together."
+        )
+    data = path.read_bytes()
+    if sha256(data).hexdigest() != weights["sha256"]:
+        raise ValueError(
+            f"{path} is damaged: its checksum is not the one in config.json. Copy or save it again."
+        )
+    return safetensors.torch.load(data)

@@ -1,0 +1,247 @@
+"""The ensemble as its users meet it: building, forward, predict, state."""
+
+import pytest
+import torch
+from torch import nn
+
+from cmcl import Ensemble, share_features
+from cmcl.sharing import draw_masks
+
+
+class Net(nn.Module):
+    def __init__(self, inputs=4, width=6, classes=3):
+        super().__init__()
+        self.fc1, self.bn, self.act = nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU()
+        self.drop, self.fc2 = nn.Dropout(0.5), nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.fc2(self.drop(self.act(self.bn(self.fc1(x)))))
+
+
+def by_hand(ensemble, x, masks):
+    """The forward pass of a Net ensemble, written out."""
+    h = [net.act(net.bn(net.fc1(x))) for net in ensemble.members]
+    mode = "off" if masks is None else "sampled"
+    mixed = share_features(h, mode=mode, masks=masks)
+    return torch.stack([net.fc2(net.drop(z)) for net, z in zip(ensemble.members, mixed, strict=True)])
+
+
+class TestBuilding:
+    def test_five_members_by_default_each_its_own(self):
+        ensemble = Ensemble(Net)
+        assert len(ensemble.members) == 5
+        assert len({member.fc1.weight.sum().item() for member in ensemble.members}) == 5
+
+    def test_a_list_of_modules(self):
+        nets = [Net(), Net()]
+        assert list(Ensemble(nets).members) == nets
+        assert list(Ensemble(nn.ModuleList(nets), 2).members) == nets
+
+    def test_different_networks_that_agree_where_they_share(self):
+        ensemble = Ensemble([Net(), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))])
+        assert ensemble(torch.zeros(2, 4)).shape == (2, 2, 3)
+
+        class Deep(Net):
+            def forward(self, x):
+                return self.fc2(self.act(self.fc1(x)).tanh())
+
+        mixed = Ensemble([Net(), Deep()], share_after="act")
+        assert mixed(torch.zeros(2, 4)).shape == (2, 2, 3)
+
+    def test_different_shapes_where_they_share(self):
+        ensemble = Ensemble([Net(width=6), Net(width=7)], share_after="act")
+        with pytest.raises(
+            ValueError, match=r"one shape for all members. Got \(2, 6\) from member 0 and \(2, 7\)"
+        ):
+            ensemble(torch.zeros(2, 4))
+
+    def test_one_instance_is_refused(self):
+        with pytest.raises(TypeError, match=r"function that builds a member.*pass lambda: Net\(\.\.\.\)"):
+            Ensemble(Net(), 5)
+
+    def test_copies_of_one_instance_are_refused(self):
+        import copy
+
+        net = Net()
+        for network in (lambda: net, lambda: copy.deepcopy(net), [net, net]):
+            with pytest.raises(
+                ValueError, match="must start from different weights. Members 0 and 1 are the same"
+            ):
+                Ensemble(network, 2)
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ((Net, 0), ValueError, "members must be 1 or more. Got 0"),
+            ((Net, 2.5), TypeError, "members must be an integer. Got float 2.5"),
+            (([],), ValueError, "at least 1 member"),
+            (([Net(), Net()], 3), ValueError, "members must be 2, the length of the list"),
+            (
+                (lambda: "net",),
+                TypeError,
+                "members must be torch.nn.Module instances. Got str 'net' as member 0",
+            ),
+        ],
+    )
+    def test_bad_members(self, arguments, error, message):
+        with pytest.raises(error, match=message):
+            Ensemble(*arguments)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"share_prob": 2}, "share_prob must be between 0 and 1. Got 2"),
+            (
+                {"share_at_test": "mean"},
+                "share_at_test must be one of 'sampled', 'expected', 'off'. Got 'mean'",
+            ),
+        ],
+    )
+    def test_bad_options(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            Ensemble(Net, **options)
+
+
+class TestForward:
+    def test_without_sharing_members_never_meet(self):
+        ensemble, x = Ensemble(Net, 3).eval(), torch.randn(7, 4)
+        assert ensemble(x).equal(torch.stack([member(x) for member in ensemble.members]))
+
+    def test_with_given_masks(self):
+        ensemble, x = Ensemble(Net, 3, share_after="act").eval(), torch.randn(7, 4)
+        masks = draw_masks([torch.empty(7, 6)] * 3)
+        torch.testing.assert_close(ensemble(x, masks=masks), by_hand(ensemble, x, masks))
+
+    def test_modes_at_test_time(self):
+        ensemble, x = Ensemble(Net, 3, share_after="act").eval(), torch.randn(7, 4)
+        assert ensemble(x).equal(ensemble(x)), "expected: deterministic"
+        everything = torch.ones(3, 3, 7, 6, dtype=torch.bool)
+        ensemble.share_prob = 1.0
+        torch.testing.assert_close(ensemble(x), by_hand(ensemble, x, everything))
+        ensemble.share_at_test, ensemble.share_prob = "off", 0.7
+        torch.testing.assert_close(ensemble(x), by_hand(ensemble, x, None))
+        ensemble.share_at_test = "sampled"
+        assert not ensemble(x).equal(ensemble(x))
+
+    def test_training_samples_masks_by_the_generator(self):
+        ensemble, x = Ensemble(Net, 3, share_after="act", share_at_test="off"), torch.randn(7, 4)
+        for member in ensemble.members:
+            member.drop.p = 0.0
+        first, again, other = (ensemble(x, generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1))
+        assert first.equal(again)
+        assert not first.equal(other)
+
+    def test_gradients_reach_the_other_members_stems(self):
+        ensemble = Ensemble(Net, 2, share_after="act")
+        ensemble(torch.randn(7, 4))[0].sum().backward()
+        assert ensemble.members[1].fc1.weight.grad.abs().sum() > 0
+        assert ensemble.members[1].fc2.weight.grad.abs().sum() == 0
+
+    @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("share_after", [None, "act"])
+    def test_compiles_in_one_graph(self, backend, share_after):
+        torch.compiler.reset()
+        ensemble = Ensemble(Net, 2, share_after=share_after, share_at_test="expected").eval()
+        x = torch.randn(7, 4)
+        fast = torch.compile(ensemble, fullgraph=True, backend=backend)
+        torch.testing.assert_close(fast(x), ensemble(x))
+
+    def test_another_device(self):
+        with pytest.raises(ValueError, match="x must be on cpu like the rest. Got meta"):
+            Ensemble(Net, 2)(torch.zeros(2, 4, device="meta"))
+
+
+class TestPredict:
+    def test_values(self):
+        ensemble, x = Ensemble(Net, 3, share_after="act"), torch.randn(7, 4)
+        p = ensemble.predict(x)
+        probs = ensemble.eval()(x).softmax(2)
+        torch.testing.assert_close(p.member_probs, probs)
+        torch.testing.assert_close(p.probs, probs.mean(0))
+        entropy = -(probs * probs.log()).sum(2)
+        torch.testing.assert_close(p.entropy, entropy)
+        assert p.chosen.equal(entropy.argmin(0))
+        assert not p.probs.requires_grad
+
+    def test_dense(self):
+        ensemble = Ensemble(lambda: nn.Conv2d(1, 2, 1), 3)
+        p = ensemble.predict(torch.randn(4, 1, 5, 6))
+        assert p.probs.shape == (4, 2, 5, 6)
+        assert p.member_probs.shape == (3, 4, 2, 5, 6)
+        assert p.entropy.shape == (3, 4)
+        assert p.chosen.shape == (4,)
+
+    def test_mode_and_batch_norm_are_left_alone(self):
+        ensemble = Ensemble(Net, 2)
+        ensemble.members[0].bn.eval()  # a frozen layer in a training ensemble
+        state = {key: value.clone() for key, value in ensemble.state_dict().items()}
+        modes = [module.training for module in ensemble.modules()]
+        first, again = ensemble.predict(torch.randn(7, 4)), ensemble.predict(torch.randn(7, 4))
+        assert [module.training for module in ensemble.modules()] == modes
+        assert all(value.equal(state[key]) for key, value in ensemble.state_dict().items())
+        assert first.probs.shape == again.probs.shape
+
+    def test_mode_is_restored_after_an_error(self):
+        ensemble = Ensemble(Net, 2)
+        with pytest.raises(RuntimeError):
+            ensemble.predict(torch.zeros(2, 99))
+        assert ensemble.training
+
+    @pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
+    def test_streaming_gives_the_same(self, batch_size):
+        ensemble, x = Ensemble(Net, 3, share_after="act"), torch.randn(7, 4)
+        for whole, parts in zip(ensemble.predict(x), ensemble.predict(x, batch_size=batch_size), strict=True):
+            torch.testing.assert_close(parts, whole)
+
+    def test_streaming_holds_one_batch_at_a_time(self):
+        sizes = []
+
+        class Spy(Net):
+            def forward(self, x):
+                sizes.append(len(x))
+                return super().forward(x)
+
+        Ensemble(Spy, 1).predict(torch.zeros(7, 4), batch_size=3)
+        assert sizes == [3, 3, 1]
+
+    @pytest.mark.parametrize("batch_size", [0, -1, 2.0])
+    def test_bad_batch_size(self, batch_size):
+        with pytest.raises((ValueError, TypeError), match="batch_size must be"):
+            Ensemble(Net, 1).predict(torch.zeros(7, 4), batch_size=batch_size)
+
+    def test_half_precision_networks_answer_in_float32(self):
+        ensemble = Ensemble(lambda: nn.Linear(4, 3), 2).bfloat16()
+        assert ensemble.predict(torch.zeros(7, 4, dtype=torch.bfloat16)).probs.dtype == torch.float32
+
+    def test_a_network_without_a_batch_of_logits_is_named(self):
+        class Wrong(Net):
+            def forward(self, x):
+                return {"logits": super().forward(x)}
+
+        with pytest.raises(TypeError, match="members must return a tensor of logits.*Got dict from member 0"):
+            Ensemble(Wrong, 2).predict(torch.zeros(7, 4))
+
+
+class TestState:
+    def test_members_keep_their_keys(self):
+        ensemble = Ensemble(Net, 2, share_after="act")
+        assert list(ensemble.members[0].state_dict()) == list(Net().state_dict())
+        assert set(ensemble.state_dict()) == {
+            f"members.{m}.{key}" for m in range(2) for key in Net().state_dict()
+        }
+
+    def test_state_dict_round_trip(self):
+        ensemble, other = Ensemble(Net, 2, share_after="act"), Ensemble(Net, 2, share_after="act")
+        other.load_state_dict(ensemble.state_dict())
+        x = torch.randn(7, 4)
+        assert other.predict(x).probs.equal(ensemble.predict(x).probs)
+
+    def test_to(self):
+        ensemble = Ensemble(Net, 2, share_after="act").to(torch.float64).eval()
+        assert ensemble(torch.zeros(2, 4, dtype=torch.float64)).dtype == torch.float64
+
+    def test_repr(self):
+        text = repr(Ensemble(Net, 2, share_after="act"))
+        count = 2 * (4 * 6 + 6 + 2 * 6 + 6 * 3 + 3)
+        assert f"2 members, {count} parameters, features shared after 'act' with probability 0.7" in text
+        assert "features not shared" in repr(Ensemble(Net, 2))

@@ -1,0 +1,226 @@
+"""Saved ensembles come back equal, or say what is wrong with the folder."""
+
+import json
+import os
+import pickletools
+
+import pytest
+import torch
+from torch import nn
+
+import cmcl
+from cmcl import Ensemble
+
+
+def small():
+    return cmcl.networks.cnn(classes=4, channels=1, filters=(2, 3), kernel=3, padding=1, hidden=5, size=8)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.manual_seed(0)
+    ensemble = Ensemble(small, 3, share_after="stem", share_prob=0.5, share_at_test="off")
+    ensemble.save(tmp_path / "ensemble")
+    return ensemble, tmp_path / "ensemble"
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def weights(folder):
+    (path,) = folder.glob("*.safetensors")
+    return path
+
+
+def test_round_trip(saved):
+    ensemble, folder = saved
+    loaded = cmcl.load(folder)
+    assert (loaded.share_after, loaded.share_prob, loaded.share_at_test) == ("stem", 0.5, "off")
+    assert not loaded.training
+    assert all(value.equal(ensemble.state_dict()[key]) for key, value in loaded.state_dict().items())
+    x = torch.randn(5, 1, 8, 8)
+    assert loaded.predict(x).probs.equal(ensemble.predict(x).probs)
+
+
+@pytest.mark.parametrize("name", cmcl.networks.NETWORKS)
+def test_every_network_of_ours_needs_no_factory(name, tmp_path):
+    options = {"filters": (2, 3), "hidden": 4} if name == "cnn" else {}
+    ensemble = Ensemble(
+        lambda: cmcl.networks.NETWORKS[name](classes=3, channels=1, **options), 1, share_after="stem"
+    )
+    ensemble.save(tmp_path)
+    x = torch.randn(2, 1, 32, 32)
+    torch.testing.assert_close(cmcl.load(tmp_path).predict(x).probs, ensemble.predict(x).probs)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+class TestOwnNetworks:
+    def test_need_a_factory(self, tmp_path):
+        ensemble = Ensemble(Own, 2, share_after="a")
+        ensemble.save(tmp_path)
+        with pytest.raises(ValueError, match=r"holds 'Own', which is not .* Pass network="):
+            cmcl.load(tmp_path)
+        x = torch.randn(2, 4)
+        for network in (Own, [Own(), Own()]):
+            assert cmcl.load(tmp_path, network=network).predict(x).probs.equal(ensemble.predict(x).probs)
+
+    def test_the_factory_may_start_from_equal_weights(self, tmp_path):
+        import copy
+
+        net = Own()
+        Ensemble(Own, 2).save(tmp_path)
+        assert len(cmcl.load(tmp_path, network=lambda: copy.deepcopy(net)).members) == 2
+
+    def test_one_that_does_not_fit(self, tmp_path):
+        Ensemble(Own, 2).save(tmp_path)
+        with pytest.raises(ValueError, match=r"does not fit member 0.*Missing key"):
+            cmcl.load(tmp_path, network=lambda: nn.Linear(4, 3))
+
+    def test_wrong_shape(self, tmp_path):
+        Ensemble(Own, 2).save(tmp_path)
+
+        def wider():
+            net = Own()
+            net.b = nn.Linear(4, 7)
+            return net
+
+        with pytest.raises(ValueError, match=r"does not fit member 0.*size mismatch for b.weight"):
+            cmcl.load(tmp_path, network=wider)
+
+    def test_wrong_number(self, tmp_path):
+        Ensemble(Own, 2).save(tmp_path)
+        with pytest.raises(ValueError, match="members must be 3, the length of the list, or left out. Got 2"):
+            cmcl.load(tmp_path, network=[Own(), Own(), Own()])
+
+    def test_tied_weights(self, tmp_path):
+        shared = nn.Linear(4, 4)
+
+        def tied():
+            net = Own()
+            net.a = shared
+            return net
+
+        ensemble = Ensemble(tied, 2)
+        ensemble.save(tmp_path)
+        x = torch.randn(2, 4)
+        assert cmcl.load(tmp_path, network=tied).predict(x).probs.equal(ensemble.predict(x).probs)
+
+
+def test_half_precision_comes_back_as_float32(saved, tmp_path):
+    ensemble, _ = saved
+    ensemble.half().save(tmp_path / "half")
+    assert weights(tmp_path / "half").stat().st_size < weights(saved[1]).stat().st_size
+    assert cmcl.load(tmp_path / "half").members[0].trunk is not None
+    assert next(cmcl.load(tmp_path / "half").parameters()).dtype == torch.float32
+
+
+def test_channels_last(saved, tmp_path):
+    ensemble, _ = saved
+    ensemble.to(memory_format=torch.channels_last).save(tmp_path / "last")
+    x = torch.randn(5, 1, 8, 8)
+    torch.testing.assert_close(cmcl.load(tmp_path / "last").predict(x).probs, ensemble.predict(x).probs)
+
+
+class TestSaving:
+    def test_never_a_pickle(self, saved):
+        for path in saved[1].iterdir():
+            with pytest.raises(ValueError, match="opcode|pickle"):
+                list(pickletools.genops(path.read_bytes()))
+
+    def test_saving_again_replaces_and_leaves_nothing_behind(self, saved):
+        ensemble, folder = saved
+        nn.init.zeros_(ensemble.members[0].stem[0].weight)
+        ensemble.save(folder)
+        assert len(list(folder.iterdir())) == 2
+        assert cmcl.load(folder).members[0].stem[0].weight.abs().max() == 0
+
+    def test_an_interrupted_save_keeps_the_old_one(self, saved, monkeypatch):
+        ensemble, folder = saved
+        before = cmcl.load(folder).state_dict()
+        nn.init.zeros_(ensemble.members[0].stem[0].weight)
+        real = os.fsync
+        calls = iter([real, real])  # the weights and their folder reach the disk; config.json does not
+
+        def fsync(handle):
+            return next(calls, full)(handle)
+
+        def full(handle):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match="No space left"):
+            ensemble.save(folder)
+        after = cmcl.load(folder).state_dict()
+        assert all(value.equal(after[key]) for key, value in before.items())
+
+    def test_another_programs_config_is_not_overwritten(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+        with pytest.raises(ValueError, match="belongs to another program"):
+            Ensemble(Own, 2).save(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text()) == {"model_type": "bert"}
+
+
+class TestDamage:
+    def test_no_folder(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"must be a folder written by Ensemble.save"):
+            cmcl.load(tmp_path / "nothing")
+
+    def test_truncated_weights(self, saved):
+        path = weights(saved[1])
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(ValueError, match="is damaged: its checksum"):
+            cmcl.load(saved[1])
+
+    def test_missing_weights(self, saved):
+        weights(saved[1]).unlink()
+        with pytest.raises(FileNotFoundError, match="is missing. Copy the whole folder"):
+            cmcl.load(saved[1])
+
+    @pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[1]", b'{"format": "other"}', b""])
+    def test_foreign_config(self, saved, content):
+        (saved[1] / "config.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"config.json must be"):
+            cmcl.load(saved[1])
+
+    def test_newer_version(self, saved):
+        edit(saved[1], version=99)
+        with pytest.raises(ValueError, match=r"format version 99.*reads up to 1. Upgrade with"):
+            cmcl.load(saved[1])
+
+    def test_unknown_network(self, saved):
+        edit(saved[1], members=[{"network": "resnet9000", "options": {}}] * 3)
+        with pytest.raises(ValueError, match=r"holds 'resnet9000', which is not .* Pass network="):
+            cmcl.load(saved[1])
+
+    def test_a_name_that_points_outside(self, saved):
+        edit(saved[1], weights={"file": "../elsewhere.safetensors", "sha256": ""})
+        with pytest.raises(ValueError, match="is damaged: weights"):
+            cmcl.load(saved[1])
+
+    @pytest.mark.parametrize("key", ["members", "weights", "share_after"])
+    def test_missing_entries(self, saved, key):
+        path = saved[1] / "config.json"
+        config = json.loads(path.read_text())
+        del config[key]
+        path.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=f"is damaged: {key} missing"):
+            cmcl.load(saved[1])
+
+    @pytest.mark.parametrize("position", [0, 8, 30, -1])
+    def test_any_flipped_byte_is_seen(self, saved, position):
+        path = weights(saved[1])
+        data = bytearray(path.read_bytes())
+        data[position] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="is damaged"):
+            cmcl.load(saved[1])

@@ -1,0 +1,170 @@
+"""Cutting networks: the two halves together are the network, whatever crosses the cut."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cmcl import Ensemble
+from cmcl.split import split
+
+
+class Block(nn.Module):
+    """A residual block with functional dropout and an input that skips ahead."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.bn = nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.dropout(F.relu(self.bn(self.conv(x))), 0.5, self.training) + x
+
+
+class Net(nn.Module):
+    """Skips across the cut, reads a buffer and a size after it, and has an argument with a default."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.blocks = nn.ModuleList([Block(4), Block(4)])
+        self.body = nn.Sequential(Block(4), nn.ReLU(), Block(4))
+        self.act = nn.ReLU()
+        self.head = nn.Linear(4, 10)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x, extra=None, flag=True):
+        start = self.first(x) * self.scale
+        if extra is not None:
+            start = start + extra
+        h = start
+        for block in self.blocks:
+            h = block(h)
+        h = self.body(h)
+        h = self.act(h) * self.scale + start + x.mean(1, keepdim=True) if flag else h
+        return self.head(h.mean((2, 3)).view(x.size(0), -1))
+
+
+NAMES = ["first", "blocks.0", "blocks.1.conv", "blocks.1", "body.0.bn", "body.1", "body", "act"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stem_then_trunk_is_the_network(name):
+    net, x = Net(), torch.randn(2, 3, 6, 6)
+    halves = split(net, name)
+    for mode in (False, True):
+        net.train(mode)
+        torch.manual_seed(1)
+        h, rest = halves.stem(net, x)
+        logits = halves.trunk(net, h, rest)
+        torch.manual_seed(1)
+        torch.testing.assert_close(logits, net(x))
+
+
+@pytest.mark.parametrize("name", ["blocks.1.conv", "body.1", "act"])
+def test_the_shared_feature_is_that_modules_output(name):
+    net, x = Net().eval(), torch.randn(2, 3, 6, 6)
+    seen = []
+    with net.get_submodule(name).register_forward_hook(lambda module, args, out: seen.append(out)):
+        net(x)
+        h, _ = split(net, name).stem(net, x)
+    assert h.equal(seen[0])
+
+
+def test_functional_dropout_follows_the_mode():
+    """Tracing freezes self.training; the cut must not."""
+    ensemble = Ensemble(Net, 2, share_after="blocks.0")
+    x = torch.randn(2, 3, 6, 6)
+    ensemble.share_at_test = "off"
+    ensemble.eval()
+    assert ensemble(x).equal(ensemble(x))
+    assert torch.allclose(ensemble(x), torch.stack([member(x) for member in ensemble.members]), atol=1e-6)
+    ensemble.train()
+    zeros = torch.zeros(2, 2, 2, 4, 6, 6, dtype=torch.bool)
+    assert not ensemble(x, masks=zeros).equal(ensemble(x, masks=zeros))
+
+
+def test_splitting_leaves_the_network_as_it_was():
+    net = Net()
+    net.train()
+    net.blocks[0].bn.eval()  # frozen
+    keys = list(net.state_dict())
+    split(net, "body.1")
+    assert net.training
+    assert not net.blocks[0].bn.training
+    assert list(net.state_dict()) == keys
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])  # noqa: S301
+def test_copies_and_new_dtypes_use_their_own_weights_and_buffers(clone):
+    ensemble = Ensemble(Net, 2, share_after="act").eval()
+    x = torch.randn(2, 3, 6, 6)
+    before = ensemble(x)
+    other = clone(ensemble)
+    assert other(x).equal(before)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    assert other(x).abs().max() == 0
+    assert ensemble(x).equal(before)
+    assert ensemble.double()(x.double()).dtype == torch.float64, "buffers read after the cut moved too"
+
+
+class OwnHalves(nn.Module):
+    """Cannot be traced (its depth depends on the data), but says itself where it is cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def stem(self, x):
+        return (F.relu(self.a(x)), x) if x.sum() > 0 else (self.a(x), x)
+
+    def trunk(self, h, x):
+        return self.b(h) + x[:, :3]
+
+    def forward(self, x):
+        return self.trunk(*self.stem(x))
+
+
+def test_a_network_that_offers_stem_and_trunk_needs_no_tracing():
+    ensemble = Ensemble(OwnHalves, 3, share_after="stem", share_at_test="off").eval()
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(ensemble(x), torch.stack([member(x) for member in ensemble.members]))
+
+
+class Reuses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.act, self.unused = nn.Linear(4, 4), nn.ReLU(), nn.ReLU()
+        self.logger = nn.Identity()
+
+    def forward(self, x):
+        self.logger(x)
+        return self.act(self.a(self.act(x)))
+
+
+CANNOT = {
+    "a typo": (
+        Net,
+        "block.0",
+        "share_after must name a submodule of Net. Got 'block.0'; the nearest are 'blocks",
+    ),
+    "data-dependent": (
+        OwnHalves,
+        "a",
+        "torch.fx cannot trace it .*two methods, stem\\(x\\) and trunk\\(h\\)",
+    ),
+    "called twice": (Reuses, "act", "called 2 times in forward, and must be called once"),
+    "never called": (Reuses, "unused", "called 0 times in forward"),
+    "its output is not used": (Reuses, "logger", "nothing after it uses its output"),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_what_cannot_be_cut_says_why_and_the_way_out(case):
+    network, name, message = CANNOT[case]
+    with pytest.raises(ValueError, match=message):
+        Ensemble(network, 2, share_after=name)
