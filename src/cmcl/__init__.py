@@ -20,7 +20,7 @@ _HOME = {  # public name -> module that defines it
 }
 _MODULES = ("metrics", "networks", "data")
 
-__all__ = ["__version__", *_HOME, *_MODULES]  # noqa: PLE0604 (the names are strings)
+__all__ = ["__version__", *_HOME, *_MODULES]
 
 if TYPE_CHECKING:
     from . import data as data

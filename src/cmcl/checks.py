@@ -7,17 +7,16 @@ CPU tensors, or everywhere with CMCL_DEBUG=1, because on a GPU it would wait for
 import math
 import os
 from collections.abc import Sequence
-from itertools import combinations
 from numbers import Integral, Real
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def members(logits: Tensor) -> int:
     """The number of members M of logits (M, B, C, ...)."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise TypeError(f"logits must be a floating-point tensor. Got {_kind(logits)}.")
+        raise TypeError(f"logits must be a floating-point tensor. Got {kind(logits)}.")
     if logits.ndim < 3 or 0 in logits.shape:
         raise ValueError(
             "logits must have shape (members, batch, classes) or (members, batch, classes, height, width), "
@@ -34,20 +33,20 @@ def objective(
     """Shapes, types and ranges of an objective's arguments; unless the task reads the targets its own way."""
     m = members(logits)
     if isinstance(overlap, bool) or not isinstance(overlap, Integral):
-        raise TypeError(f"overlap must be an integer. Got {_kind(overlap)}.")
+        raise TypeError(f"overlap must be an integer. Got {kind(overlap)}.")
     if not 1 <= overlap <= m:
         raise ValueError(f"overlap must be between 1 and {m} (the number of members). Got {overlap}.")
     if not isinstance(beta, Real):
-        raise TypeError(f"beta must be a number. Got {_kind(beta)}.")
+        raise TypeError(f"beta must be a number. Got {kind(beta)}.")
     if not 0 <= beta < math.inf:
         raise ValueError(f"beta must be a finite number, 0 or more. Got {beta}.")
     positive("samples", samples)
     if not isinstance(targets, Tensor):
-        raise TypeError(f"targets must be a tensor. Got {_kind(targets)}.")
+        raise TypeError(f"targets must be a tensor. Got {kind(targets)}.")
     same_device("targets", targets, logits)
     expected = (logits.shape[1], *logits.shape[3:])
     if not own_task and (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool):
-        raise TypeError(f"targets must be class indices, an integer tensor. Got {_kind(targets)}.")
+        raise TypeError(f"targets must be class indices, an integer tensor. Got {kind(targets)}.")
     fits = targets.shape[:1] == expected[:1] if own_task else targets.shape == expected
     if not fits:
         raise ValueError(
@@ -60,7 +59,7 @@ def labels(drawn: Tensor, logits: Tensor) -> None:
     """Drawn labels must be (S, M, B, ...) class indices for logits (M, B, C, ...)."""
     expected = (*logits.shape[:2], *logits.shape[3:])
     if drawn.dtype != torch.int64:
-        raise TypeError(f"labels must be an int64 tensor. Got {_kind(drawn)}.")
+        raise TypeError(f"labels must be an int64 tensor. Got {kind(drawn)}.")
     if drawn.ndim != len(expected) + 1 or drawn.shape[1:] != expected or len(drawn) == 0:
         raise ValueError(
             f"labels must have shape (samples, {', '.join(map(str, expected))}) for these logits. "
@@ -76,7 +75,7 @@ def labels(drawn: Tensor, logits: Tensor) -> None:
 def unreduced(values: Tensor, like: Tensor) -> None:
     """A task loss must keep one value per example (and pixel)."""
     if not isinstance(values, Tensor):
-        raise TypeError(f"task must return a tensor. Got {_kind(values)}.")
+        raise TypeError(f"task must return a tensor. Got {kind(values)}.")
     if values.shape != like.shape:
         raise ValueError(
             f"task must return unreduced values of shape {tuple(like.shape)}. Got {tuple(values.shape)}; "
@@ -116,7 +115,7 @@ def features(shared: Sequence[Tensor], masks: Tensor | None) -> None:
         return
     expected = (len(shared), len(shared), *first.shape)
     if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape != expected:
-        raise ValueError(f"masks must be a boolean tensor of shape {expected}. Got {_kind(masks)}.")
+        raise ValueError(f"masks must be a boolean tensor of shape {expected}. Got {kind(masks)}.")
     same_device("masks", masks, first)
 
 
@@ -125,7 +124,8 @@ def outputs(given: list[Tensor]) -> list[Tensor]:
     for m, output in enumerate(given):
         if not isinstance(output, Tensor) or output.ndim < 2:
             raise TypeError(
-                f"members must return a tensor of logits (batch, classes, ...). Got {_kind(output)} from member {m}."
+                "members must return a tensor of logits (batch, classes, ...). "
+                f"Got {kind(output)} from member {m}."
             )
         if output.shape != given[0].shape:
             raise ValueError(
@@ -135,42 +135,10 @@ def outputs(given: list[Tensor]) -> list[Tensor]:
     return given
 
 
-def modules(given: list[nn.Module]) -> list[nn.Module]:
-    """Members must be modules."""
-    if not given:
-        raise ValueError("network must give at least 1 member. Got an empty list.")
-    for m, module in enumerate(given):
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"members must be torch.nn.Module instances. Got {_kind(module)} as member {m}.")
-    return given
-
-
-def distinct(given: list[nn.Module]) -> list[nn.Module]:
-    """Members must start from different weights: M equal ones would learn M times the same."""
-    for m, n in combinations(range(len(given)), 2):
-        if given[m] is given[n] or _equal_weights(given[m], given[n]):
-            raise ValueError(
-                f"members must start from different weights. Members {m} and {n} are the same; "
-                "build a freshly initialised module for each (a function, not copies of one instance)."
-            )
-    return given
-
-
-def _equal_weights(a: nn.Module, b: nn.Module) -> bool:
-    ours, theirs = list(a.parameters()), list(b.parameters())
-    if (
-        not ours
-        or any(p.is_meta for p in ours + theirs)
-        or [p.shape for p in ours] != [q.shape for q in theirs]
-    ):
-        return False
-    return all(torch.equal(p, q.to(p.device)) for p, q in zip(ours, theirs, strict=True))
-
-
 def positive(name: str, value: int) -> None:
     """A count must be an integer of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer. Got {_kind(value)}.")
+        raise TypeError(f"{name} must be an integer. Got {kind(value)}.")
     if value < 1:
         raise ValueError(f"{name} must be 1 or more. Got {value}.")
 
@@ -184,7 +152,7 @@ def choice(name: str, value: object, allowed: Sequence[str]) -> None:
 def probability(name: str, value: float) -> None:
     """A probability must be a number between 0 and 1."""
     if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number. Got {_kind(value)}.")
+        raise TypeError(f"{name} must be a number. Got {kind(value)}.")
     if not 0 <= value <= 1:
         raise ValueError(f"{name} must be between 0 and 1. Got {value}.")
 
@@ -206,7 +174,8 @@ def _may_look(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or os.environ.get("CMCL_DEBUG") == "1"
 
 
-def _kind(value: object) -> str:
+def kind(value: object) -> str:
+    """How an error message names what came."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return (

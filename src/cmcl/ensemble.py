@@ -3,7 +3,6 @@
 M members, B batch, C classes. The member axis comes first, always: logits (M, B, C, ...).
 """
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
+from .members import Network, build_members, distinct
 from .metrics import entropy
 from .sharing import MODES, share_features
 from .split import keep_modes, split
-
-Network = Callable[[], nn.Module] | Sequence[nn.Module]
 
 
 class Prediction(NamedTuple):
@@ -52,7 +50,7 @@ class Ensemble(nn.Module):
         checks.probability("share_prob", share_prob)
         checks.choice("share_at_test", share_at_test, MODES)
         self.members = nn.ModuleList(
-            checks.distinct(build_members(network, members))
+            distinct(build_members(network, members))
         )  # their state_dict keys unchanged
         self.share_after = share_after
         self.share_prob = share_prob
@@ -115,22 +113,5 @@ class Ensemble(nn.Module):
         return {key: value for key, value in self.__dict__.items() if key != "_halves"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._cut()
-
-
-def build_members(network: Network, members: int | None) -> list[nn.Module]:
-    """The modules of an ensemble: one call of `network` for each, or the list that was given."""
-    if isinstance(network, nn.Module) and not isinstance(network, nn.ModuleList):
-        raise TypeError(
-            "network must be a function that builds a member, or a list of modules. Got one module, whose "
-            f"copies would all start from the same weights; pass lambda: {type(network).__name__}(...)."
-        )
-    if callable(network) and not isinstance(network, nn.ModuleList):
-        checks.positive("members", members := 5 if members is None else members)
-        return checks.modules([network() for _ in range(members)])
-    if members not in (None, len(network)):
-        raise ValueError(
-            f"members must be {len(network)}, the length of the list, or left out. Got {members}."
-        )
-    return checks.modules(list(network))

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from . import __version__
-from .ensemble import Ensemble, Network, build_members
+from .ensemble import Ensemble
 from .files import replacing
+from .members import Network, build_members
 from .networks import NETWORKS
 
 FORMAT = "cmcl-ensemble"

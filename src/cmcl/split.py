@@ -65,7 +65,8 @@ def _own_stem(module: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
 
 
 def _own_trunk(module: Any, h: Tensor, rest: tuple[Any, ...]) -> Tensor:
-    return module.trunk(h, *rest)
+    logits: Tensor = module.trunk(h, *rest)
+    return logits
 
 
 class _Tracer(fx.Tracer):
@@ -115,8 +116,8 @@ def _trace(module: nn.Module, name: str) -> list[fx.Node]:
         graph = _Tracer(name).trace(module, concrete_args=defaults)
     except Exception as error:  # whatever the network's own code raises on symbolic values
         raise _cannot(module, name, f"torch.fx cannot trace it ({error})") from error
-    first, *others = [node for node in graph.nodes if node.op == "placeholder"]
-    fixed = set(others)  # and what fx adds to assert their values
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    fixed = set(inputs[1:])  # and what fx adds to assert their values
     for node in graph.nodes:
         if not fixed.isdisjoint(node.all_input_nodes):
             fixed.add(node)

@@ -1,0 +1,62 @@
+"""Where an ensemble's members come from: a function that builds one, or a list of modules."""
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+import torch
+from torch import nn
+
+from . import checks
+
+Network = Callable[[], nn.Module] | Sequence[nn.Module]
+
+
+def build_members(network: Network, members: int | None) -> list[nn.Module]:
+    """The modules of an ensemble: one call of `network` for each, or the list that was given."""
+    if isinstance(network, nn.Module) and not isinstance(network, nn.ModuleList):
+        raise TypeError(
+            "network must be a function that builds a member, or a list of modules. Got one module, whose "
+            f"copies would all start from the same weights; pass lambda: {type(network).__name__}(...)."
+        )
+    if callable(network) and not isinstance(network, nn.ModuleList):
+        checks.positive("members", members := 5 if members is None else members)
+        return _modules([network() for _ in range(members)])
+    if members not in (None, len(network)):
+        raise ValueError(
+            f"members must be {len(network)}, the length of the list, or left out. Got {members}."
+        )
+    return _modules(list(network))
+
+
+def distinct(given: list[nn.Module]) -> list[nn.Module]:
+    """Members must start from different weights: M equal ones would learn M times the same."""
+    for m, n in combinations(range(len(given)), 2):
+        if given[m] is given[n] or _equal_weights(given[m], given[n]):
+            raise ValueError(
+                f"members must start from different weights. Members {m} and {n} are the same; "
+                "build a freshly initialised module for each (a function, not copies of one instance)."
+            )
+    return given
+
+
+def _equal_weights(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = list(a.parameters()), list(b.parameters())
+    if (
+        not ours
+        or any(p.is_meta for p in ours + theirs)
+        or [p.shape for p in ours] != [q.shape for q in theirs]
+    ):
+        return False
+    return all(torch.equal(p, q.to(p.device)) for p, q in zip(ours, theirs, strict=True))
+
+
+def _modules(given: list[nn.Module]) -> list[nn.Module]:
+    """Members must be modules."""
+    if not given:
+        raise ValueError("network must give at least 1 member. Got an empty list.")
+    for m, module in enumerate(given):
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"members must be torch.nn.Module instances. Got {checks.kind(module)} as member {m}."
+            )
+    return given
