@@ -1,0 +1,109 @@
+"""What the networks have in common: the cut into stem and trunk, a few layers, the initialisation."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from math import prod, sqrt
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class SplitNetwork(nn.Module):
+    """A network cut where the members of an ensemble share features.
+
+    `stem(x)` gives the feature that is shared, or a tuple `(feature, *others)` whose others travel unmixed;
+    `trunk(feature, *others)` gives the logits. `NETWORKS[name](**options)` builds the same architecture
+    again; `options` holds JSON values only.
+    """
+
+    def __init__(self, stem: nn.Module, trunk: nn.Module, *, name: str, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.stem = stem
+        self.trunk = trunk
+        self.name = name
+        self.options = dict(options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of this network alone, nothing shared."""
+        shared = self.stem(x)
+        logits: Tensor = self.trunk(*shared) if isinstance(shared, tuple) else self.trunk(shared)
+        return logits
+
+
+def chain(**layers: nn.Module) -> nn.Sequential:
+    """The layers one after the other, under their names."""
+    return nn.Sequential(OrderedDict(layers))
+
+
+def conv(
+    inputs: int, outputs: int, kernel: int = 3, *, stride: int = 1, padding: int | None = None
+) -> nn.Conv2d:
+    """A convolution without bias, padded to keep the size (odd kernels) unless `padding` says otherwise."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2 if padding is None else padding, bias=False)
+
+
+def batch_norm(channels: int) -> nn.BatchNorm2d:
+    """Batch normalisation with the constants of the authors' program."""
+    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.1)
+
+
+class ConvBNReLU(nn.Sequential):
+    """3×3 convolution, batch normalisation, ReLU: one box of the paper's figure 5."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(OrderedDict(conv=conv(inputs, outputs), norm=batch_norm(outputs), relu=nn.ReLU()))
+
+
+def halving_pool(window: int) -> nn.MaxPool2d:
+    """Max-pooling that halves both sides: window 2 is the program's, 3 the paper's.
+
+    The paper's stride of 1 would never shrink anything, so the stride is 2 for both.
+    """
+    return nn.MaxPool2d(window, stride=2, padding=(window - 1) // 2)
+
+
+class GlobalAverage(nn.Module):
+    """The mean of each channel over all positions: (B, C, H, W) to (B, C)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Average over height and width."""
+        return x.mean((-2, -1))
+
+
+def initialise(network: SplitNetwork) -> SplitNetwork:
+    """Draw the weights as the authors' program does; biases start at 0. Returns the network.
+
+    Convolutions: normal, deviation sqrt(2 / (k*k*C_out)). Fully connected: uniform within ±sqrt(3 / fan_in).
+    """
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
+            # A transposed convolution is some convolution's adjoint: shape[0] is that one's C_out.
+            nn.init.normal_(layer.weight, std=sqrt(2 / (layer.weight.shape[0] * prod(layer.kernel_size))))
+        elif isinstance(layer, nn.Linear):
+            bound = sqrt(3 / layer.in_features)
+            nn.init.uniform_(layer.weight, -bound, bound)
+            nn.init.zeros_(layer.bias)
+    return network
+
+
+def check_at_least(minimum: int, **options: int) -> None:
+    """Refuse options that are not whole numbers of at least `minimum`."""
+    for name, value in options.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError(f"{name} must be a whole number of at least {minimum}. Got {value!r}.")
+
+
+def check_one_of(allowed: tuple[int, ...], **options: int) -> None:
+    """Refuse options whose value is none of those allowed."""
+    for name, value in options.items():
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}. Got {value!r}.")
+
+
+def check_pair(**options: tuple[int, int] | list[int]) -> None:
+    """Refuse options that are not two whole numbers of at least 1, the number of filters of two layers."""
+    for name, value in options.items():
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise ValueError(f"{name} must be two numbers, one per convolution. Got {value!r}.")
+        for number in value:
+            check_at_least(1, **{f"each of {name}": number})

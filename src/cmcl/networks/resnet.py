@@ -1,0 +1,73 @@
+"""ResNet-20: 19 convolutions of 3×3 and a fully connected layer.
+
+conv16, three blocks of 16 [shared] | three of 32 | three of 64, BN, ReLU | global average, fully connected
+
+The first convolution is bare, without batch normalisation and ReLU, as in the program: only so does the first
+group end with the 6th ReLU, which the paper names.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .base import GlobalAverage, SplitNetwork, batch_norm, chain, check_at_least, conv, initialise
+
+
+class Shortcut(nn.Module):
+    """Where a block halves the size: 2×2 averages, and zero channels added on both sides."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.added = (outputs - inputs) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features (B, inputs, H, W) to (B, outputs, H/2, W/2), rounded up as the convolution does."""
+        halved = F.avg_pool2d(x, 2, ceil_mode=True)
+        return F.pad(halved, (0, 0, 0, 0, self.added, self.added))
+
+
+class Block(nn.Module):
+    """Two convolutions whose result is added to their input; halves the size where it widens."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        widens = inputs != outputs
+        self.residual = chain(
+            conv1=conv(inputs, outputs, stride=2 if widens else 1),
+            norm1=batch_norm(outputs),
+            relu=nn.ReLU(),
+            conv2=conv(outputs, outputs),
+            norm2=batch_norm(outputs),
+        )
+        self.shortcut = Shortcut(inputs, outputs) if widens else nn.Identity()
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features (B, inputs, H, W) to (B, outputs, H', W')."""
+        features: Tensor = self.relu(self.residual(x) + self.shortcut(x))
+        return features
+
+
+def resnet20(*, classes: int = 10, channels: int = 3) -> SplitNetwork:
+    """ResNet with 20 layers; shared after the 6th ReLU.
+
+    Images (B, channels, H, W) of any size to logits (B, classes). 0.27 million parameters by default.
+    """
+    check_at_least(2, classes=classes)
+    check_at_least(1, channels=channels)
+    stem = chain(conv=conv(channels, 16), **_group(1, 16, 16))
+    trunk = chain(
+        **_group(2, 16, 32),
+        **_group(3, 32, 64),
+        norm=batch_norm(64),
+        relu=nn.ReLU(),
+        average=GlobalAverage(),
+        classify=nn.Linear(64, classes),
+    )
+    options = {"classes": classes, "channels": channels}
+    return initialise(SplitNetwork(stem, trunk, name="resnet20", options=options))
+
+
+def _group(number: int, inputs: int, outputs: int) -> dict[str, nn.Module]:
+    """Three blocks; the first takes the features from `inputs` to `outputs` channels."""
+    widths = (inputs, outputs, outputs)
+    return {f"block{number}_{i}": Block(width, outputs) for i, width in enumerate(widths, start=1)}

@@ -1,0 +1,434 @@
+"""The networks. Run as a program, this file writes the tables of docs/networks.md anew."""
+
+import inspect
+import json
+import re
+from math import sqrt
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cmcl import networks
+from cmcl.networks import NETWORKS, SplitNetwork, cnn, describe, fcn, googlenet18, resnet20, vggnet17
+from cmcl.networks.cnn import PlainDropout
+from cmcl.networks.googlenet import Inception
+from cmcl.networks.resnet import Block, Shortcut
+
+PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
+SMALL_CNN = {"filters": [8, 16], "kernel": 3, "padding": 1, "channels": 1, "size": 8, "hidden": 32}
+
+# Every option away from its default at least once.
+ALL_OPTIONS = [
+    ("cnn", {}),
+    ("cnn", SMALL_CNN),
+    (
+        "cnn",
+        {"padding": 2, "hidden": None, "rescale_dropout": True, "drop_before_pool": False, "dropout": 0.3},
+    ),
+    ("vggnet17", {"classes": 3, "channels": 1}),
+    ("vggnet17", {"pool": 3}),
+    ("googlenet18", {"classes": 7, "channels": 4}),
+    ("googlenet18", {"pool": 3}),
+    ("resnet20", {"classes": 100, "channels": 1}),
+    ("fcn", {}),
+    ("fcn", {"classes": 5, "channels": 1, "filters": [4, 6], "normalise": False}),
+]
+
+
+def parameters(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+def bn(*channels):
+    return sum(2 * c for c in channels)
+
+
+def inception(inputs, f):
+    return (
+        inputs * 64 * f
+        + (inputs * 32 * f + 9 * 32 * f * 64 * f)
+        + (inputs * 16 * f + 25 * 16 * f * 32 * f)
+        + inputs * 32 * f
+        + bn(192 * f)
+    )
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "count"),
+    [
+        # 32 -> 28 -> 14 -> 10 -> 5
+        (cnn, {}, 3 * 128 * 25 + 128 * 256 * 25 + (5 * 5 * 256 * 1024 + 1024) + (1024 * 10 + 10)),
+        # the paper's words: 32 -> 32 -> 16 -> 16 -> 8
+        (cnn, {"padding": 2, "hidden": None}, 3 * 128 * 25 + 128 * 256 * 25 + (8 * 8 * 256 * 10 + 10)),
+        # 8 -> 8 -> 4 -> 4 -> 2
+        (cnn, SMALL_CNN, 1 * 8 * 9 + 8 * 16 * 9 + (2 * 2 * 16 * 32 + 32) + (32 * 10 + 10)),
+        (
+            vggnet17,
+            {},
+            9 * (3 * 64 + 64 * 64 + 64 * 128 + 128 * 128 + 128 * 256 + 3 * 256 * 256)
+            + 9 * (256 * 512 + 7 * 512 * 512)
+            + bn(*[64] * 2, *[128] * 2, *[256] * 4, *[512] * 8)
+            + (512 * 10 + 10),
+        ),
+        (
+            googlenet18,
+            {},
+            (9 * 3 * 32 + bn(32))
+            + inception(32, 1)
+            + inception(192, 2)
+            + 3 * inception(384, 2)
+            + inception(384, 4)
+            + 2 * inception(768, 4)
+            + (768 * 10 + 10),
+        ),
+        (
+            resnet20,
+            {},
+            9 * (3 * 16 + 6 * 16 * 16 + 16 * 32 + 5 * 32 * 32 + 32 * 64 + 5 * 64 * 64)
+            + bn(*[16] * 6, *[32] * 6, *[64] * 6, 64)
+            + (64 * 10 + 10),
+        ),
+        (fcn, {}, 16 * (3 * 128 + 128 * 256 + 256 * 128 + 128 * 2) + bn(128, 256, 128)),
+    ],
+    ids=["cnn", "cnn-paper", "cnn-small", "vggnet17", "googlenet18", "resnet20", "fcn"],
+)
+def test_parameters_by_hand(build, options, count):
+    assert parameters(build(**options)) == count
+
+
+def test_parameters_in_millions():
+    millions = {name: round(parameters(build()) / 1e6, 2) for name, build in NETWORKS.items()}
+    assert millions == {"cnn": 7.39, "vggnet17": 20.04, "googlenet18": 3.54, "resnet20": 0.27, "fcn": 1.06}
+
+
+def test_layers_are_counted_as_the_names_say():
+    def weighted(network):
+        return sum(
+            isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.kernel_size != (1, 1))
+            for layer in network.modules()
+        )
+
+    assert (weighted(vggnet17()), weighted(googlenet18()), weighted(resnet20())) == (17, 18, 20)
+
+
+@pytest.mark.parametrize(("name", "options"), ALL_OPTIONS)
+def test_output_shape(name, options):
+    network = NETWORKS[name](**options).eval()
+    size = options.get("size", 32)
+    x = torch.randn(2, options.get("channels", 3), size, size)
+    classes = options.get("classes", 2 if name == "fcn" else 10)
+    assert network(x).shape == ((2, classes, size, size) if name == "fcn" else (2, classes))
+
+
+@pytest.mark.parametrize("size", [(28, 28), (33, 47), (9, 32)])
+def test_resnet_takes_any_size(size):
+    assert resnet20().eval()(torch.randn(2, 3, *size)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("height", [4, 5, 6, 7, 75])
+@pytest.mark.parametrize("width", [4, 9, 10, 11, 125])
+def test_fcn_answers_every_pixel(height, width):
+    network = fcn(filters=(4, 6)).eval()
+    assert network(torch.randn(2, 3, height, width)).shape == (2, 2, height, width)
+
+
+# --- the cut
+
+
+@pytest.mark.parametrize(
+    ("name", "nth", "shape"),
+    [
+        ("cnn", 1, (128, 28, 28)),
+        ("vggnet17", 2, (64, 32, 32)),
+        ("googlenet18", 1, (32, 32, 32)),
+        ("resnet20", 6, (16, 32, 32)),
+        ("fcn", 2, (256, 8, 8)),
+    ],
+)
+def test_the_shared_feature_is_the_nth_relu(name, nth, shape):
+    network = NETWORKS[name]().eval()
+    activations = []
+    for layer in network.modules():
+        if isinstance(layer, nn.ReLU):
+            layer.register_forward_hook(lambda _layer, _inputs, output: activations.append(output))
+    x = torch.randn(2, 3, 32, 32)
+    network(x)
+    in_one_go = activations[nth - 1].clone()
+    activations.clear()
+    shared = network.stem(x)
+    feature = shared[0] if isinstance(shared, tuple) else shared
+    assert len(activations) == nth
+    assert feature is activations[-1]
+    assert feature.shape[1:] == shape
+    assert torch.equal(feature, in_one_go)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_forward_is_trunk_after_stem(name):
+    network = NETWORKS[name]().eval()
+    x = torch.randn(2, 3, 32, 32)
+    shared = network.stem(x)
+    others = shared[1:] if isinstance(shared, tuple) else ()
+    feature = shared[0] if isinstance(shared, tuple) else shared
+    before = feature.clone()
+    assert torch.equal(network(x), network.trunk(feature, *others))
+    assert torch.equal(feature, before)  # nothing in place: other members read it
+
+
+@pytest.mark.parametrize(("name", "options"), ALL_OPTIONS)
+def test_name_and_options_rebuild_the_network(name, options):
+    network = NETWORKS[name](**options)
+    assert isinstance(network, SplitNetwork)
+    assert network.name == name
+    assert set(network.options) == set(inspect.signature(NETWORKS[name]).parameters)
+    again = NETWORKS[network.name](**json.loads(json.dumps(network.options)))
+    assert again.options == network.options
+    assert repr(again) == repr(network)
+    again.load_state_dict(network.state_dict())
+
+
+def test_options_are_taken_as_given():
+    assert cnn(**SMALL_CNN).options | SMALL_CNN == cnn(**SMALL_CNN).options
+
+
+def test_every_network_is_listed_under_its_name():
+    assert all(getattr(networks, name) is build for name, build in NETWORKS.items())
+
+
+# --- the layers
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_initial_weights(name):
+    torch.manual_seed(0)
+    for layer in NETWORKS[name]().modules():
+        if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
+            assert layer.bias is None
+            kernel = layer.kernel_size[0] * layer.kernel_size[1]
+            forward = isinstance(layer, nn.Conv2d)
+            expected = sqrt(2 / (kernel * (layer.out_channels if forward else layer.in_channels)))
+            count = layer.weight.numel()
+            # Five deviations of the estimates from so many draws.
+            assert layer.weight.std().item() == pytest.approx(expected, rel=5 / sqrt(2 * count))
+            assert abs(layer.weight.mean().item()) < 5 * expected / sqrt(count)
+            assert layer.weight.abs().max() > 2 * expected  # normal, not uniform
+        elif isinstance(layer, nn.Linear):
+            bound = sqrt(3 / layer.in_features)
+            assert 0.95 * bound < layer.weight.abs().max() <= bound
+            assert layer.weight.std().item() == pytest.approx(bound / sqrt(3), rel=0.1)
+            assert not layer.bias.any()
+        elif isinstance(layer, nn.BatchNorm2d):
+            assert (layer.eps, layer.momentum) == (1e-3, 0.1)
+            assert (layer.weight == 1).all()
+            assert not layer.bias.any()
+
+
+def test_members_differ():
+    assert not torch.equal(resnet20().stem.conv.weight, resnet20().stem.conv.weight)
+
+
+def test_plain_dropout_by_hand():
+    torch.manual_seed(0)
+    drop, x = PlainDropout(0.25), torch.full((100_000,), 3.0)
+    kept = drop(x)
+    assert set(kept.round(decimals=4).tolist()) == {0.0, 3.0}  # kept values are not rescaled
+    assert kept.count_nonzero().item() / len(x) == pytest.approx(0.75, abs=0.01)
+    torch.testing.assert_close(drop.eval()(x), torch.full_like(x, 0.75 * 3))
+
+
+def test_both_dropouts_expect_the_same_up_to_scale():
+    x = torch.ones(100_000)
+    torch.manual_seed(0)
+    plain, torchs = PlainDropout(0.5), nn.Dropout(0.5)
+    assert plain(x).mean().item() == pytest.approx(plain.eval()(x).mean().item(), abs=0.01)
+    assert torchs(x).mean().item() == pytest.approx(torchs.eval()(x).mean().item(), abs=0.01)
+
+
+def test_dropout_options():
+    kinds = {type(layer) for layer in cnn(rescale_dropout=True).modules()}
+    assert nn.Dropout in kinds
+    assert PlainDropout not in kinds
+    order = list(dict(cnn(drop_before_pool=False).trunk.named_children()))
+    assert order[:2] == ["pool1", "drop1"]
+    assert list(dict(cnn().trunk.named_children()))[:2] == ["drop1", "pool1"]
+    assert [type(layer) for layer in cnn().modules()].count(PlainDropout) == 3
+
+
+def test_shortcut_by_hand():
+    image = torch.tensor([[1.0, 3, 5, 7], [1, 3, 5, 7], [2, 2, 0, 0], [2, 2, 0, 8]])
+    x = torch.stack([image, 10 * image])[None]  # (1, 2, 4, 4)
+    halved = torch.tensor([[2.0, 6], [2, 2]])
+    nothing = torch.zeros(2, 2)
+    expected = torch.stack([nothing, halved, 10 * halved, nothing])[None]
+    torch.testing.assert_close(Shortcut(2, 4)(x), expected)
+
+
+def test_block_without_residual_is_relu_of_its_shortcut():
+    x = torch.randn(2, 16, 8, 8)
+    same, halving = Block(16, 16).eval(), Block(16, 32).eval()
+    for block in (same, halving):
+        nn.init.zeros_(block.residual.norm2.weight)
+    torch.testing.assert_close(same(x), x.relu())
+    torch.testing.assert_close(halving(x), Shortcut(16, 32)(x).relu())
+
+
+def test_inception_pools_to_the_right_and_below():
+    pooled = Inception(1, width=1).pooled
+    x = torch.tensor([[-1.0, -2, -3], [-4, -5, -6], [-7, -8, -9]])[None, None]
+    found = pooled.pool(pooled.pad(x))
+    assert found[0, 0].tolist() == [[-1, -2, -3], [-4, -5, -6], [-7, -8, -9]]
+    larger = pooled.pool(pooled.pad(-x))
+    assert larger[0, 0].tolist() == [[5, 6, 6], [8, 9, 9], [8, 9, 9]]
+
+
+def test_inception_with_the_papers_window():
+    pooled = Inception(1, width=1, pool=3).pooled
+    x = torch.arange(1.0, 10).reshape(1, 1, 3, 3)
+    assert pooled.pool(pooled.pad(x))[0, 0].tolist() == [[5, 6, 6], [8, 9, 9], [8, 9, 9]]
+    assert pooled.pool(pooled.pad(-x))[0, 0].tolist() == [[-1, -1, -2], [-1, -1, -2], [-4, -4, -5]]
+
+
+def test_inception_concatenates_in_order():
+    module = Inception(8, width=2).eval()
+    x = torch.randn(1, 8, 5, 5)
+    views = [module.point(x), module.three(x), module.five(x), module.pooled(x)]
+    assert [view.shape[1] for view in views] == [128, 128, 64, 64]
+    expected = (torch.cat(views, 1) / sqrt(1 + 1e-3)).relu()  # fresh statistics: mean 0, variance 1
+    torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_parameter_gets_a_gradient(name):
+    network = NETWORKS[name]()
+    network(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in network.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_compiles_in_one_graph(name, mode):
+    torch.compiler.reset()  # the networks share one forward, and only so many versions of it are kept
+    network = NETWORKS[name]().train(mode == "train")
+    size = (75, 125) if name == "fcn" else (32, 32)
+    x = torch.randn(2, 3, *size)
+    compiled = torch.compile(network, fullgraph=True, backend="aot_eager")  # needs no C++ compiler
+    found = compiled(x)
+    found.sum().backward()
+    if mode == "eval":  # dropout draws differently in training
+        torch.testing.assert_close(found, network(x))
+
+
+# --- bad options
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"classes": 1}, "classes must be a whole number of at least 2. Got 1"),
+        ({"classes": 2.5}, "classes must be a whole number of at least 2. Got 2.5"),
+        ({"channels": 0}, "channels must be a whole number of at least 1. Got 0"),
+    ],
+)
+def test_bad_counts(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        NETWORKS[name](**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("cnn", {"size": 15}, "size must be at least 16 .* kernel 5 and padding 0. Got 15"),
+        ("cnn", {"size": 3, "padding": 2}, "size must be at least 4 .* kernel 5 and padding 2. Got 3"),
+        ("cnn", {"padding": -1}, "padding must be a whole number of at least 0. Got -1"),
+        ("cnn", {"dropout": 1}, "dropout must be at least 0 and below 1. Got 1"),
+        ("cnn", {"hidden": 0}, "hidden must be a whole number of at least 1. Got 0"),
+        ("cnn", {"filters": (8,)}, r"filters must be two numbers, one per convolution. Got \(8,\)"),
+        ("fcn", {"filters": (8, 0)}, "each of filters must be a whole number of at least 1. Got 0"),
+        ("fcn", {"filters": 8}, "filters must be two numbers"),
+        ("vggnet17", {"pool": 4}, "pool must be one of 2, 3. Got 4"),
+        ("googlenet18", {"pool": 1}, "pool must be one of 2, 3. Got 1"),
+    ],
+)
+def test_bad_options(name, options, words):
+    with pytest.raises(ValueError, match=words):
+        NETWORKS[name](**options)
+
+
+def test_the_smallest_size_works():
+    assert cnn(size=16).eval()(torch.randn(1, 3, 16, 16)).shape == (1, 10)
+    assert cnn(size=4, padding=2).eval()(torch.randn(1, 3, 4, 4)).shape == (1, 10)
+    assert cnn(size=1, kernel=1, padding=2).eval()(torch.randn(1, 3, 1, 1)).shape == (1, 10)
+
+
+# --- the table
+
+
+def test_describe_by_hand():
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2 * 2 * 2, 3))
+    assert describe(network, size=4, channels=1, share_after="1") == "\n".join(
+        [
+            "| layer | kind       | output    | parameters | features    |",
+            "| ----- | ---------- | --------- | ---------: | ----------- |",
+            "| 0     | Conv2d 3×3 | 2 × 2 × 2 |         20 |             |",
+            "| 1     | ReLU       | 2 × 2 × 2 |            | shared here |",
+            "| 2     | Flatten    | 8         |            |             |",
+            "| 3     | Linear     | 3         |         27 |             |",
+            "| total |            |           |         47 |             |",
+        ]
+    )
+
+
+def test_describe_leaves_the_network_as_it_was():
+    network = resnet20()
+    network.trunk.norm.eval()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    modes = [layer.training for layer in network.modules()]
+    describe(network)
+    assert modes == [layer.training for layer in network.modules()]
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert not any(layer._forward_hooks for layer in network.modules())
+
+
+def test_describe_restores_after_an_error():
+    network = resnet20()
+    with pytest.raises(RuntimeError, match="channels"):
+        describe(network, channels=5)
+    assert network.training
+    assert not any(layer._forward_hooks for layer in network.modules())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_describe_adds_up(name):
+    network = NETWORKS[name]()
+    for depth in (1, 2, None):
+        lines = describe(network, depth=depth).splitlines()[2:]
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+        *counts, total = (int(row[3].replace(",", "") or 0) for row in rows)
+        assert sum(counts) == total == parameters(network)
+        assert [row[4] for row in rows].count("shared here") == 1
+
+
+def fresh(page):
+    """The page with every table after a `describe(...)` made anew."""
+    return re.sub(
+        r"(```python\n(describe\(.*\))\n```\n\n)(?:\|.*\n)+",
+        lambda found: f"{found[1]}{eval(found[2])}\n",
+        page,
+    )
+
+
+def test_the_page_is_up_to_date():
+    page = PAGE.read_text(encoding="utf-8")
+    assert len(re.findall(r"```python\ndescribe", page)) == 7
+    assert fresh(page) == page, "docs/networks.md is stale: run python tests/test_networks.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fresh(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
