@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cmcl import Ensemble, share_features
-from cmcl.sharing import draw_masks
+from helpers import draw_masks
 
 
 class Net(nn.Module):

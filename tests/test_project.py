@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "cmcl"
 ORDER = [
     *("files", "checks", "recipe"),
     *("objectives", "sharing", "metrics", "networks", "data"),
-    *("split", "members", "ensemble", "saving"),
+    *("split", "members", "ensemble", "saving", "adversarial"),
     *("engine", "experiments", "report", "estimator", "export", "cli"),
 ]
 EXCEPTIONS = {("ensemble", "saving")}  # Ensemble.save, inside the method

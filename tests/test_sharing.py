@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from cmcl import share_features
-from cmcl.sharing import draw_masks
+from helpers import draw_masks
 
 
 def features(members, *shape, seed=0, dtype=torch.float32):

@@ -17,6 +17,10 @@ _HOME = {  # public name -> module that defines it
     "Ensemble": "ensemble",
     "Prediction": "ensemble",
     "load": "saving",
+    "Recipe": "recipe",
+    "Options": "engine",
+    "fit": "engine",
+    "evaluate": "engine",
 }
 _MODULES = ("metrics", "networks", "data")
 
@@ -26,12 +30,16 @@ if TYPE_CHECKING:
     from . import data as data
     from . import metrics as metrics
     from . import networks as networks
+    from .engine import Options as Options
+    from .engine import evaluate as evaluate
+    from .engine import fit as fit
     from .ensemble import Ensemble as Ensemble
     from .ensemble import Prediction as Prediction
     from .objectives import OracleLoss as OracleLoss
     from .objectives import confident_oracle_loss as confident_oracle_loss
     from .objectives import independent_loss as independent_loss
     from .objectives import oracle_loss as oracle_loss
+    from .recipe import Recipe as Recipe
     from .saving import load as load
     from .sharing import share_features as share_features
 

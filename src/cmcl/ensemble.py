@@ -3,6 +3,8 @@
 M members, B batch, C classes. The member axis comes first, always: logits (M, B, C, ...).
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
+from .data.transform import Transform
 from .members import Network, build_members, distinct
 from .metrics import entropy
 from .sharing import MODES, share_features
@@ -55,6 +58,8 @@ class Ensemble(nn.Module):
         self.share_after = share_after
         self.share_prob = share_prob
         self.share_at_test = share_at_test
+        self.transform: Transform | None = None  # of raw images; what is fitted to the data travels with it
+        self.run: Callable[[list[partial[Any]]], list[Any]] = in_turn  # the engine has faster ways
         self._cut()
 
     def forward(
@@ -62,20 +67,14 @@ class Ensemble(nn.Module):
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...). `masks` and `generator` go to `share_features`."""
         checks.same_device("x", x, next(self.parameters(), x))
-        if self.share_after is None:
-            return torch.stack(checks.outputs([member(x) for member in self.members]))
-        parts = [halves.stem(member, x) for member, halves in zip(self.members, self._halves, strict=True)]
-        mixed = share_features(
-            [h for h, _ in parts],
-            prob=self.share_prob,
-            mode="sampled" if self.training else self.share_at_test,
-            masks=masks,
-            generator=generator,
-        )
-        trunks = zip(self.members, self._halves, mixed, parts, strict=True)
-        return torch.stack(
-            checks.outputs([halves.trunk(member, h, rest) for member, halves, h, (_, rest) in trunks])
-        )
+        pairs = list(zip(self.members, self._halves, strict=True))
+        parts = self.run([partial(halves.stem, member, x) for member, halves in pairs])
+        mode = "off" if self.share_after is None else "sampled" if self.training else self.share_at_test
+        share = partial(share_features, prob=self.share_prob, mode=mode, masks=masks, generator=generator)
+        (mixed,) = self.run([partial(share, [h for h, _ in parts])])
+        trunks = zip(pairs, mixed, parts, strict=True)
+        calls = [partial(halves.trunk, member, h, rest) for (member, halves), h, (_, rest) in trunks]
+        return torch.stack(checks.outputs(self.run(calls)))  # (M, B, C, ...)
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
@@ -87,16 +86,30 @@ class Ensemble(nn.Module):
         device = next(self.parameters(), x).device
         with keep_modes(self):
             self.eval()
-            logits = [self(part.to(device)).float().to(x.device) for part in x.split(batch_size)]
+            parts = (self.transformed(part.to(device)) for part in torch.split(x, batch_size))
+            logits = [self(part).float().to(x.device) for part in parts]
         member_probs = torch.cat(logits, 1).softmax(2)
         uncertainty = entropy(member_probs)
         return Prediction(member_probs.mean(0), member_probs, uncertainty, uncertainty.argmin(0))
 
-    def save(self, path: str | Path) -> None:
-        """Write a folder that `cmcl.load` reads: config.json and safetensors, never a pickle."""
+    def transformed(self, x: Tensor) -> Tensor:
+        """Images as the networks see them: raw ones, uint8, go through `self.transform`."""
+        if x.dtype != torch.uint8:
+            return x
+        if self.transform is None:
+            raise ValueError(
+                "uint8 images must go through a fitted transform. Set ensemble.transform to one."
+            )
+        return self.transform.transform(x)
+
+    def save(self, path: str | Path, *, with_transform: bool = False) -> None:
+        """Write a folder that `cmcl.load` reads: config.json and safetensors, never a pickle.
+
+        A transform that is large, as a whitening matrix is, is saved only if `with_transform` asks for it.
+        """
         from .saving import save
 
-        save(self, path)
+        save(self, path, with_transform=with_transform)
 
     def extra_repr(self) -> str:
         """Members, where features are shared, parameter counts."""
@@ -106,8 +119,7 @@ class Ensemble(nn.Module):
         return f"{len(self.members)} members, {count:,} parameters, features {where}"
 
     def _cut(self) -> None:
-        name = self.share_after
-        self._halves = [] if name is None else [split(member, name) for member in self.members]
+        self._halves = [split(member, self.share_after) for member in self.members]
 
     def __getstate__(self) -> dict[str, Any]:  # the halves are made of code, which does not pickle
         return {key: value for key, value in self.__dict__.items() if key != "_halves"}
@@ -115,3 +127,8 @@ class Ensemble(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._cut()
+
+
+def in_turn(calls: list[partial[Any]]) -> list[Any]:
+    """The results of independent calls, one after the other."""
+    return [call() for call in calls]

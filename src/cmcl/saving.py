@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from . import __version__
+from .data import preprocess
+from .data.transform import Transform
 from .ensemble import Ensemble
 from .files import replacing
 from .members import Network, build_members
@@ -21,6 +23,7 @@ from .networks import NETWORKS
 
 FORMAT = "cmcl-ensemble"
 VERSION = 1  # raise it when an older program could misread what is written
+SMALL = 1 << 20  # bytes of a transform that always travels with its ensemble
 SETTINGS = (
     "share_after",
     "share_prob",
@@ -28,13 +31,22 @@ SETTINGS = (
 )  # arguments of Ensemble, attributes of the same name
 
 
-def save(ensemble: Ensemble, path: str | Path) -> None:
-    """Write `ensemble` to the folder `path`, replacing an ensemble that is there."""
+def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) -> None:
+    """Write `ensemble` to the folder `path`, replacing an ensemble that is there.
+
+    The transform of its images is named in config.json, and its tensors are saved too if they are small or
+    `with_transform` asks for them (a whitening matrix has 36 MiB).
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     old = _read_config(folder) if (folder / "config.json").exists() else None  # a foreign one is an error
     # Clones, because safetensors refuses tensors that share memory, and tied weights do.
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in ensemble.state_dict().items()}
+    transform = None
+    if ensemble.transform is not None:
+        transform, learned = ensemble.transform.state()
+        if with_transform or ensemble.transform.nbytes <= SMALL:
+            tensors |= {f"transform.{key}": value for key, value in learned.items()}
     data = safetensors.torch.save(tensors)
     checksum = sha256(data).hexdigest()
     weights = {"file": f"weights-{checksum[:12]}.safetensors", "sha256": checksum}
@@ -46,6 +58,7 @@ def save(ensemble: Ensemble, path: str | Path) -> None:
         "cmcl": __version__,
         "members": [_describe(member) for member in ensemble.members],
         **{name: getattr(ensemble, name) for name in SETTINGS},
+        "transform": transform,
         "weights": weights,
     }
     with replacing(folder / "config.json") as part:
@@ -54,13 +67,20 @@ def save(ensemble: Ensemble, path: str | Path) -> None:
         (folder / old["weights"]["file"]).unlink(missing_ok=True)
 
 
-def load(path: str | Path, *, network: Network | None = None, device: str | torch.device = "cpu") -> Ensemble:
+def load(
+    path: str | Path,
+    *,
+    network: Network | None = None,
+    device: str | torch.device = "cpu",
+    root: str | Path | None = None,
+) -> Ensemble:
     """Read an ensemble back from the folder that `Ensemble.save` wrote, in eval mode.
 
     Args:
         path: the folder.
         network: what builds a member, as for `Ensemble`; needed for networks that are not cmcl's own.
         device: where the ensemble goes.
+        root: folder of the data sets, to fit the images' transform again if it was too large to be saved.
     """
     folder = Path(path)
     config = _read_config(folder)
@@ -74,7 +94,20 @@ def load(path: str | Path, *, network: Network | None = None, device: str | torc
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{folder} does not fit member {m}. {reason}") from error
-    return Ensemble(modules, **{name: config[name] for name in SETTINGS}).to(device).eval()
+    ensemble = Ensemble(modules, **{name: config[name] for name in SETTINGS}).to(device).eval()
+    ensemble.transform = _transform(config["transform"], weights, root)
+    return ensemble
+
+
+def _transform(
+    config: dict[str, Any] | None, weights: dict[str, torch.Tensor], root: str | Path | None
+) -> Transform | None:
+    if config is None:
+        return None
+    learned = {k.removeprefix("transform."): t for k, t in weights.items() if k.startswith("transform.")}
+    if learned or not preprocess.build(config).needs_fit:
+        return preprocess.from_state(config, learned)
+    return None if root is None else preprocess.refit(config, root)
 
 
 def _describe(member: nn.Module) -> dict[str, Any]:
@@ -116,7 +149,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{path} has format version {config.get('version')}, and this cmcl {__version__} reads up to "
             f"{VERSION}. Upgrade with: pip install -U confident-mcl"
         )
-    missing = {"members", "weights", *SETTINGS} - config.keys()
+    missing = {"members", "weights", "transform", *SETTINGS} - config.keys()
     if missing or Path(config["weights"]["file"]).name != config["weights"]["file"]:
         raise ValueError(
             f"{path} is damaged: {', '.join(sorted(missing)) or 'weights'} missing or malformed."

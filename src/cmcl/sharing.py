@@ -56,11 +56,3 @@ def share_features(
 
     everyone = range(len(features))
     return [sum((features[n] * mask(n, m) for n in everyone if n != m), start=features[m]) for m in everyone]
-
-
-def draw_masks(
-    features: Sequence[Tensor], *, prob: float = 0.7, generator: torch.Generator | None = None
-) -> Tensor:
-    """All masks at once, (M, M, B, ...) boolean, to run two ways of computing on the same draws."""
-    shape = (len(features), len(features), *features[0].shape)
-    return torch.rand(shape, device=features[0].device, generator=generator) < prob

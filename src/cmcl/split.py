@@ -21,17 +21,16 @@ class Halves(NamedTuple):
     trunk: Callable[[nn.Module, Tensor, tuple[Any, ...]], Tensor]
 
 
-def split(module: nn.Module, name: str) -> Halves:
-    """Cut `module` after its submodule `name`.
+def split(module: nn.Module, name: str | None) -> Halves:
+    """Cut `module` after its submodule `name`; None: before everything, the trunk is the whole network.
 
     With name="stem", a module that offers `stem(x)` and `trunk(h)` is taken at its word; `stem` may return
     (h, *others), which then reach `trunk(h, *others)` unmixed. Anything else is traced by torch.fx.
     """
-    if (
-        name == "stem"
-        and callable(getattr(module, "stem", None))
-        and callable(getattr(module, "trunk", None))
-    ):
+    if name is None:
+        return Halves(_no_stem, _whole)
+    offers = [callable(getattr(module, half, None)) for half in ("stem", "trunk")]
+    if name == "stem" and all(offers):
         return Halves(_own_stem, _own_trunk)
     if name not in (known := dict(module.named_modules())):
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known)[1:6]
@@ -57,6 +56,15 @@ def keep_modes(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def _no_stem(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    return x, ()
+
+
+def _whole(module: nn.Module, x: Tensor, rest: tuple[Any, ...]) -> Tensor:
+    logits: Tensor = module(x)
+    return logits
 
 
 def _own_stem(module: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:

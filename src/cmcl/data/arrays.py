@@ -1,0 +1,92 @@
+"""A user's own numpy arrays or tensors as a `Dataset`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .dataset import IGNORE, Dataset
+
+SPLITS = ("train", "validation", "test")
+Array = NDArray[Any] | Tensor
+
+
+def from_arrays(
+    images: Array,
+    targets: Array,
+    *,
+    classes: Sequence[str] | None = None,
+    split: str = "train",
+    layout: str = "NCHW",
+) -> Dataset:
+    """Make a `Dataset` of arrays; the memory is shared where no conversion is needed.
+
+    Args:
+        images: (N,C,H,W), or (N,H,W) for one channel; uint8 or floating point without NaN.
+        targets: (N,) class numbers, or (N,H,W) masks; any integer type.
+        classes: names; the numbers themselves if not given.
+        split: a name for this part.
+        layout: "NCHW", or "NHWC" when the channels come last.
+    """
+    pictures = _images(images, layout)
+    numbers = _targets(targets)
+    if classes is None:
+        known = numbers if numbers.ndim == 1 else numbers[numbers != IGNORE]
+        classes = [str(i) for i in range(int(known.max()) + 1 if known.numel() else 0)]
+    return Dataset(pictures, numbers, tuple(classes), split, "arrays")
+
+
+def load(
+    split: str = "train",
+    root: str | Path | None = None,
+    *,
+    images: Array,
+    targets: Array,
+    classes: Sequence[str] | None = None,
+    layout: str = "NCHW",
+) -> Dataset:
+    """`from_arrays` by the name that `cmcl.data.load` uses."""
+    return from_arrays(images, targets, classes=classes, split=split, layout=layout)
+
+
+def _images(images: Array, layout: str) -> Tensor:
+    tensor = _tensor(images, "images")
+    if tensor.is_floating_point():
+        tensor = tensor.float()
+        if not torch.isfinite(tensor).all():
+            raise ValueError("images must be finite. Got NaN or infinity. Clean the arrays first.")
+    if tensor.ndim == 3:
+        return tensor.unsqueeze(1)
+    if layout not in {"NCHW", "NHWC"}:
+        raise ValueError(f"layout must be 'NCHW' or 'NHWC'. Got {layout!r}.")
+    if layout == "NHWC" and tensor.ndim == 4:
+        return tensor.permute(0, 3, 1, 2).contiguous()
+    if tensor.ndim == 4 and tensor.shape[1] > 4 and tensor.shape[3] in {1, 3, 4}:
+        message = (
+            f"images must have shape (N,C,H,W). Got {tuple(tensor.shape)}, which looks like channels last: "
+            "pass layout='NHWC'."
+        )
+        raise ValueError(message)
+    return tensor
+
+
+def _targets(targets: Array) -> Tensor:
+    tensor = _tensor(targets, "targets")
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise TypeError(f"targets must be whole numbers. Got {tensor.dtype}. Convert with .astype(int).")
+    return tensor if tensor.ndim == 3 and tensor.dtype == torch.uint8 else tensor.long()
+
+
+def _tensor(values: Array, name: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    array = np.asarray(values)
+    if array.dtype.kind not in "buif":
+        raise TypeError(f"{name} must be an array of numbers. Got {array.dtype}.")
+    # torch shares numpy's memory only where it is writable and in the machine's byte order
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return torch.from_numpy(native if native.flags.writeable else native.copy())

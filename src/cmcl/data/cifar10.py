@@ -1,0 +1,174 @@
+"""CIFAR-10 (Krizhevsky 2009): the python and the binary version, unpacked or as the .tar.gz downloaded."""
+
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .dataset import Dataset
+from .files import data_root, open_binary
+from .unpickle import as_text, read_dict
+
+SPLITS = ("train", "test")
+CURE = "Get it with: cmcl data fetch cifar10 (from https://www.cs.toronto.edu/~kriz/cifar.html)."
+PIXELS = 3 * 32 * 32
+CLASSES = 10
+
+Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]  # (n,3072), (n,)
+
+
+@dataclass(frozen=True)
+class _Version:
+    folder: str
+    archive: str
+    batches: dict[str, tuple[str, ...]]
+    names: str  # the file with the names of the classes
+
+
+_TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
+PYTHON = _Version(
+    "cifar-10-batches-py",
+    "cifar-10-python.tar.gz",
+    {"train": _TRAIN, "test": ("test_batch",)},
+    "batches.meta",
+)
+BINARY = _Version(
+    "cifar-10-batches-bin",
+    "cifar-10-binary.tar.gz",
+    {"train": tuple(f"{name}.bin" for name in _TRAIN), "test": ("test_batch.bin",)},
+    "batches.meta.txt",
+)
+
+
+def load(split: str = "train", root: str | Path | None = None) -> Dataset:
+    """Load CIFAR-10 from the first of its four forms that lies under `root`."""
+    version, place = find(data_root(root))
+    wanted = version.batches[split]
+    joined = _Joined(len(wanted))
+    classes: tuple[str, ...] = ()
+    for name, file in _members(place, (*wanted, version.names)):
+        where = f"{place.name}/{name}"
+        if name == version.names:
+            classes = _read_classes(file, where)
+        else:
+            joined.put(wanted.index(name), _read_batch(file, where), where)
+    return Dataset(joined.images, joined.targets, classes, split, str(place))
+
+
+class _Joined:
+    """Batches side by side: each goes straight to its place, so that only one is held twice."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self.images = torch.empty((0, 3, 32, 32), dtype=torch.uint8)
+        self.targets = torch.empty(0, dtype=torch.int64)
+
+    def put(self, position: int, batch: Batch, where: str) -> None:
+        data, labels = batch
+        n = len(data)
+        if not len(self.images):  # the first batch tells the size
+            self.images = torch.empty((self.batches * n, 3, 32, 32), dtype=torch.uint8)
+            self.targets = torch.empty(self.batches * n, dtype=torch.int64)
+        expected = len(self.images) // self.batches
+        _require(n == expected, where, f"{expected} images, as the other batches do", n)
+        self.images.view(self.batches, n, PIXELS)[position].numpy()[:] = data
+        self.targets.view(self.batches, n)[position] = torch.from_numpy(labels)
+
+
+def find(root: Path) -> tuple[_Version, Path]:
+    """The version at hand and its folder or archive."""
+    for version in (PYTHON, BINARY):
+        for place in (root / version.folder, root / version.archive):
+            if place.exists():
+                return version, place
+    message = f"{root} must hold {PYTHON.folder}/ or {PYTHON.archive}. Got neither. {CURE}"
+    raise FileNotFoundError(message)
+
+
+def _members(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
+    """The named files in a folder or an archive, opened one after the other."""
+    if not place.is_dir():
+        yield from _archive_members(place, names)
+        return
+    for name in names:
+        with open_binary(place / name, cure=CURE) as file:
+            yield name, file
+
+
+def _archive_members(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
+    missing = set(names)
+    try:
+        # Read once from front to back; nothing is written to disk.
+        with open_binary(place, cure=CURE) as file, tarfile.open(fileobj=file, mode="r:gz") as archive:
+            for member in archive:
+                name = Path(member.name).name
+                content = archive.extractfile(member) if name in missing else None
+                if content is not None:
+                    missing.remove(name)
+                    yield name, content  # type: ignore[misc]  # IO[bytes] has all that is used here
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        message = f"{place} must be a whole .tar.gz. Got a damaged one ({error}). Delete it. {CURE}"
+        raise ValueError(message) from None
+    if missing:
+        message = f"{place} must hold {', '.join(names)}. Got none named {', '.join(sorted(missing))}. {CURE}"
+        raise FileNotFoundError(message)
+
+
+def _read_batch(file: BinaryIO, where: str) -> Batch:
+    data, labels = _read_binary(file, where) if where.endswith(".bin") else _read_pickle(file, where)
+    _require(len(labels) == len(data), where, f"{len(data)} labels", len(labels))
+    in_range = (labels >= 0) & (labels < CLASSES)
+    _require(in_range.all(), where, "labels 0 to 9", labels[~in_range][:1])
+    return data, labels
+
+
+def _read_pickle(file: BinaryIO, where: str) -> Batch:
+    content = _read_dict(file, where)
+    data, labels = content.get("data"), content.get("labels")
+    if not isinstance(data, np.ndarray) or not isinstance(labels, list):
+        raise ValueError(_message(where, "data and labels", list(content)))
+    right = data.ndim == 2 and data.shape[1] == PIXELS and data.dtype == np.uint8
+    _require(right, where, f"uint8 data of shape (n, {PIXELS})", f"{data.dtype} {data.shape}")
+    try:
+        return data, np.array(labels, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(_message(where, "whole numbers as labels", "something else")) from None
+
+
+def _read_binary(file: BinaryIO, where: str) -> Batch:
+    content = np.frombuffer(file.read(), dtype=np.uint8)
+    record = 1 + PIXELS  # one byte for the label, then the pixels
+    _require(content.size and content.size % record == 0, where, f"records of {record} bytes", content.size)
+    records = content.reshape(-1, record)
+    return records[:, 1:], records[:, 0].astype(np.int64)
+
+
+def _read_classes(file: BinaryIO, where: str) -> tuple[str, ...]:
+    if where.endswith(".txt"):
+        names = tuple(file.read().decode("latin1").split())
+    else:
+        names = tuple(as_text(name) for name in _read_dict(file, where).get("label_names", ()))
+    _require(len(names) == CLASSES, where, f"{CLASSES} class names", len(names))
+    return names
+
+
+def _read_dict(file: BinaryIO, where: str) -> dict[str, Any]:
+    try:
+        return read_dict(file)
+    except ValueError as error:
+        raise ValueError(_message(where, "the dict of a CIFAR-10 file", error)) from None
+
+
+def _require(condition: Any, where: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ValueError(_message(where, expected, got))
+
+
+def _message(where: str, expected: str, got: object) -> str:
+    return f"{where} must hold {expected}. Got {got}. Delete the set's files. {CURE}"

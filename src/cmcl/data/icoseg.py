@@ -1,0 +1,72 @@
+"""iCoseg (Batra et al. 2010): `iCoseg/images/<group>/*` with masks `iCoseg/ground_truth/<group>/*`."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from .dataset import Dataset, hold_out
+from .files import data_root
+from .pictures import Picture, Size, collect, image_files, image_size, mask_of, read_segmentation
+
+SPLITS = ("train", "test")
+CURE = "The set's site is http://chenlab.ece.cornell.edu/projects/touch-coseg/."
+SMALLEST = (
+    300,
+    500,
+)  # the paper takes images "larger than 300x500"; no side is longer than 500, so: at least
+
+
+def load(
+    split: str = "train",
+    root: str | Path | None = None,
+    *,
+    orientation: str = "landscape",
+    size: Sequence[int] = (75, 125),
+    seed: int = 0,
+) -> Dataset:
+    """Load one side of the 80/20 split of every group.
+
+    Args:
+        split: "train" or "test".
+        root: folder that holds `iCoseg/`.
+        orientation: "landscape" takes images at least 300 high and 500 wide; "both" also those lying the
+            other way, which are then squeezed into the same shape.
+        size: (height, width) of the result: images bicubic, masks by nearest pixel.
+        seed: decides the split. Byte-identical images always fall on the same side.
+    """
+    if orientation not in {"landscape", "both"}:
+        raise ValueError(f"orientation must be 'landscape' or 'both'. Got {orientation!r}.")
+    folder = data_root(root) / "iCoseg"
+    pictures = _large_enough(_find(folder), orientation)
+    if not pictures:
+        raise ValueError(
+            f"{folder} must hold images of at least {SMALLEST} (height, width). Got none. {CURE}"
+        )
+    digests = [hashlib.sha256(picture.image.read_bytes()).digest() for picture in pictures]
+    train, test = hold_out([picture.label for picture in pictures], digests, fraction=0.2, seed=seed)
+    chosen = [pictures[i] for i in (train if split == "train" else test)]
+    height, width = size
+    return read_segmentation(chosen, (height, width), split=split, source=str(folder))
+
+
+def _find(folder: Path) -> list[Picture]:
+    if not (folder / "images").is_dir() or not (folder / "ground_truth").is_dir():
+        message = (
+            f"{folder} must hold images/ and ground_truth/ with one folder per group. Got no such folders."
+        )
+        raise FileNotFoundError(f"{message} {CURE}")
+    return [
+        Picture(image, group.name, mask_of(image, folder / "ground_truth" / group.name))
+        for group in sorted((folder / "images").iterdir())
+        if group.is_dir()
+        for image in image_files(group)
+    ]
+
+
+def _large_enough(pictures: list[Picture], orientation: str) -> list[Picture]:
+    def passes(size: Size) -> bool:
+        turned = sorted(size) if orientation == "both" else size
+        return turned[0] >= SMALLEST[0] and turned[1] >= SMALLEST[1]
+
+    sizes = collect(image_size, pictures)
+    return [picture for picture, size in zip(pictures, sizes, strict=True) if passes(size)]

@@ -1,0 +1,185 @@
+"""Image and mask files to arrays. Everything broken in a folder is reported at once, by name.
+
+H x W pixels, C channels.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from .dataset import IGNORE, Dataset
+from .files import open_binary
+
+Pixels = NDArray[np.uint8]
+Size = tuple[int, int]  # (H, W)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+FOREGROUND = ("background", "foreground")
+_ORIENTATION = (
+    0x0112  # the tag by which cameras tell how to turn a photo; from 5 on, width and height change places
+)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image file, its mask if there is one, and its class or group."""
+
+    image: Path
+    label: str
+    mask: Path | None = None
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images directly in a folder, by name; hidden files and other kinds of files are left out."""
+    known = Image.registered_extensions()
+    files = (path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+    return sorted(path for path in files if path.suffix.lower() in known)
+
+
+def mask_of(image: Path, masks: Path) -> Path:
+    """The mask with the image's name; a .png if there is none at all, for the error to name."""
+    found = [path for path in masks.glob("*") if path.stem == image.stem] if masks.is_dir() else []
+    return found[0] if found else masks / f"{image.stem}.png"
+
+
+def read_classes(
+    pictures: Sequence[Picture],
+    size: Size | None,
+    classes: Sequence[str],
+    *,
+    mode: str,
+    split: str,
+    source: str,
+) -> Dataset:
+    """A set for classification: the pictures' labels are their classes."""
+    images = collect(lambda picture: read_image(picture.image, size, mode), pictures)
+    number = {name: i for i, name in enumerate(classes)}
+    targets = torch.tensor([number[picture.label] for picture in pictures])
+    return Dataset(_stack(images), targets, tuple(classes), split, source)
+
+
+def read_segmentation(
+    pictures: Sequence[Picture],
+    size: Size | None,
+    classes: Sequence[str] | None = None,
+    *,
+    mode: str = "RGB",
+    split: str,
+    source: str,
+) -> Dataset:
+    """A set for segmentation, of foreground unless `classes` are named; labels are groups."""
+
+    def read(picture: Picture) -> tuple[Pixels, Pixels]:
+        assert picture.mask is not None
+        image_size(picture)  # before resizing hides a mask that does not fit
+        mask = read_mask(picture.mask, size, classes=len(classes) if classes else None)
+        return read_image(picture.image, size, mode), mask
+
+    pairs = collect(read, pictures)
+    images, masks = _stack([image for image, _ in pairs]), _stack([mask for _, mask in pairs])
+    groups = tuple(picture.label for picture in pictures)
+    return Dataset(images, masks, tuple(classes or FOREGROUND), split, source, groups)
+
+
+def _stack(arrays: Sequence[Pixels]) -> torch.Tensor:
+    sizes = sorted({array.shape[-2:] for array in arrays})
+    if len(sizes) > 1:
+        got = f"Got {sizes[0]} and {sizes[1]} (height, width), among others"
+        raise ValueError(f"images must have one size. {got}. Pass size=(height, width).")
+    return torch.from_numpy(np.stack(arrays))
+
+
+def collect(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Read every item; if some fail, one error tells of all of them."""
+    with ThreadPoolExecutor() as pool:
+        outcomes = list(pool.map(lambda item: _outcome(read, item), items))
+    problems = [str(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
+    if problems:
+        message = f"all images and masks must be readable. Got {len(problems)} that are not"
+        raise ValueError(f"{message}: {'; '.join(problems)}")
+    return outcomes  # type: ignore[return-value]  # no exceptions are left in it
+
+
+def _outcome(read: Callable[[Item], Result], item: Item) -> Result | Exception:
+    try:
+        return read(item)
+    except (ValueError, OSError) as error:
+        return error
+
+
+def image_size(picture: Picture) -> Size:
+    """Size of the image as shown; its mask must have the same. Reads no pixels."""
+    with _opened(picture.image) as image:
+        size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) < 5 else image.size
+    if picture.mask is not None:
+        with _opened(picture.mask) as mask:
+            if mask.size[::-1] != size:
+                got = f"Got {mask.size[::-1]} and {size}"
+                raise ValueError(f"{picture.mask} must have the size of its image. {got}. Correct the mask.")
+    return size
+
+
+def read_image(path: Path, size: Size | None = None, mode: str = "RGB") -> Pixels:
+    """(C,H,W) in Pillow's `mode`, resized bicubically to (H, W) if a size is given."""
+    with _opened(path) as opened:
+        # cameras store some photos on their side and say so in a tag
+        image = _eight_bits(ImageOps.exif_transpose(opened)).convert(mode)
+        if size is not None:
+            image = image.resize(size[::-1], Image.Resampling.BICUBIC)
+        pixels: Pixels = np.array(image, dtype=np.uint8)
+    return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
+
+
+def read_mask(path: Path, size: Size | None = None, *, classes: int | None = None) -> Pixels:
+    """(H,W) of class numbers, resized by nearest pixel.
+
+    Without `classes` the mask must hold 0 and one of 1 or 255: background and foreground. With it, the values
+    are class numbers, and 255 marks pixels to ignore.
+    """
+    with _opened(path) as opened:
+        mask = opened if opened.mode in {"L", "P"} else opened.convert("L")
+        if size is not None:
+            mask = mask.resize(size[::-1], Image.Resampling.NEAREST)
+        values: Pixels = np.array(mask, dtype=np.uint8)
+    allowed = {0, 1, 255} if classes is None else {*range(classes), IGNORE}
+    wrong = sorted(set(np.unique(values).tolist()) - allowed)
+    if wrong:
+        expected = "0 and 1, or 0 and 255" if classes is None else f"class numbers 0 to {classes - 1}"
+        cure = "Name all classes with classes=[...] if these are class numbers"
+        raise ValueError(f"{path} must hold {expected}. Got {wrong[0]}. {cure}.")
+    return (values != 0).astype(np.uint8) if classes is None else values
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    with open_binary(path, cure="Put it there, or remove its partner.") as file:
+        if not path.stat().st_size:
+            raise ValueError(f"{path} is empty")
+        try:
+            with Image.open(file) as image:
+                yield image
+        except UnidentifiedImageError:
+            raise ValueError(f"{path} is not an image that Pillow reads") from None
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(f"{path} is damaged ({error})") from None
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Deep grey images are scaled to 0..255, where Pillow would cut them off; palettes become colours."""
+    if image.mode == "P":
+        return image.convert("RGBA")
+    if image.mode[0] not in "IF":
+        return image
+    values: NDArray[Any] = np.asarray(image, dtype=np.float64)
+    top = values.max()
+    scale = 255.0 if top <= 1 and image.mode == "F" else 1.0 if top <= 255 else 255 / 65535
+    return Image.fromarray(np.clip(np.rint(values * scale), 0, 255).astype(np.uint8))

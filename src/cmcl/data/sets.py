@@ -1,0 +1,58 @@
+"""The sets by name. Each name is a module of this folder with `SPLITS` and `load(split, root, ...)`."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .files import nearest
+
+if TYPE_CHECKING:
+    from .dataset import Dataset
+
+DATASETS = {  # name -> what it is; plain text, so that listing the sets loads none of them
+    "cifar10": "60,000 colour photos of 10 kinds of things, 32x32 (cmcl data fetch cifar10)",
+    "svhn": "99,289 colour photos of house-number digits, 32x32 (cmcl data fetch svhn)",
+    "icoseg": "643 photos in 38 groups with foreground masks",
+    "digits": "1,797 handwritten digits, 8x8: needs no file",
+    "shapes": "drawn scenes with foreground masks, in groups: needs no file",
+    "folder": "your own images: a folder per class, or images/ and masks/",
+    "arrays": "your own arrays or tensors",
+}
+
+
+def load(name: str, *, split: str = "train", root: str | Path | None = None, **options: Any) -> "Dataset":
+    """Load one split of a set.
+
+    Args:
+        name: a key of `DATASETS`.
+        split: "train" or "test".
+        root: folder that holds the sets; without it `CMCL_DATA`, then `~/.cache/cmcl`.
+        options: what this set's own `load` takes, such as `size` for "folder".
+    """
+    if name not in DATASETS:
+        raise ValueError(f"name must be a known data set. Got {name!r}. {nearest(name, list(DATASETS))}")
+    module = import_module(f".{name}", __package__)
+    if split not in module.SPLITS:
+        raise ValueError(f"split of {name} must be one of {', '.join(module.SPLITS)}. Got {split!r}.")
+    known = signature(module.load).parameters.keys() - {"split", "root"}
+    for option in options.keys() - known:
+        raise TypeError(f"{option} must be an option of {name}. {nearest(option, sorted(known))}")
+    dataset: Dataset = module.load(split=split, root=root, **options)
+    if name == "arrays":  # what lives in memory only cannot be loaded again by name
+        return dataset
+    return replace(dataset, recipe={"name": name, "split": split, "options": options})
+
+
+def load_recipe(recipe: Mapping[str, Any], root: str | Path | None = None) -> "Dataset":
+    """Load again what a `Dataset.recipe` describes, from the files under `root`."""
+    from .dataset import split_validation
+
+    dataset = load(recipe["name"], split=recipe["split"], root=root, **recipe["options"])
+    if "hold_out" not in recipe:
+        return dataset
+    part = recipe["hold_out"]
+    train, validation = split_validation(dataset, part["fraction"], part["seed"])
+    return validation if part["part"] == "validation" else train

@@ -1,0 +1,108 @@
+"""What is decided before the first step: device, precision, layout, and the data as the networks see them.
+
+N examples, M members.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from .. import checks
+from ..data.batches import epoch_seed
+from ..data.dataset import Dataset, split_validation
+from ..data.steps import MeanStd
+from ..ensemble import Ensemble
+from ..split import keep_modes
+
+Data = Dataset | tuple[Tensor, Tensor] | DataLoader[Any]
+
+PRECISIONS = ("auto", "bf16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a run is carried out. Nothing here is meant to change its result, rounding apart."""
+
+    device: str = "auto"  # a GPU if there is one
+    precision: str = "auto"  # "bf16" on CUDA, over float32 weights; "float32" elsewhere
+    compile: bool | None = None  # None: on CUDA
+    capture: bool | None = None  # the step in a CUDA graph; None: on CUDA, for data kept on the device
+    deterministic: bool = False  # the same weights again on the same GPU; slower
+    evaluate_every: int = 0  # epochs; 0: at the end
+    evaluation_batch: int = 1000
+    checkpoint_seconds: float = 60.0
+    quiet: bool = False
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        checks.choice("precision", self.precision, PRECISIONS)
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; "auto": a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+@contextmanager
+def settings(options: Options, seeds: Sequence[int]) -> Iterator[None]:
+    """Random generators of our own, kernels fast or deterministic; afterwards all is as it was."""
+    cuda = find_device(options.device).type == "cuda"
+    before = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
+        if cuda:
+            torch.cuda.manual_seed(epoch_seed(seeds[0], -1))
+        torch.backends.cudnn.benchmark = not options.deterministic
+        torch.use_deterministic_algorithms(options.deterministic or before[1])
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"the GPU's memory must hold the data, all members and one batch. {error} Lower batch_size "
+                "or members, raise accumulate, train fewer seeds together, or pass a DataLoader."
+            ) from error
+        finally:
+            torch.backends.cudnn.benchmark = before[0]
+            torch.use_deterministic_algorithms(before[1])
+
+
+def hold_out(train: Data, fraction: float) -> tuple[Data, Data | None]:
+    """What to train on, and what to choose by: a stratified share of a `Dataset`."""
+    if not fraction:
+        return train, None
+    if not isinstance(train, Dataset):
+        raise TypeError(f"train must be a Dataset for recipe.validation > 0. Got {type(train).__name__}.")
+    return split_validation(train, fraction)
+
+
+def place(ensembles: Sequence[Ensemble], train: Data, device: torch.device) -> None:
+    """Ensembles on the device, in the layout its convolutions like, with a transform for raw images."""
+    for ensemble in ensembles:
+        ensemble.to(device)
+        if device.type == "cuda":
+            ensemble.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if isinstance(train, DataLoader) or tensors(train)[0].dtype != torch.uint8:
+        return
+    transform = ensembles[0].transform or MeanStd().fit(train if isinstance(train, Dataset) else train[0])
+    for ensemble in ensembles:
+        ensemble.transform = transform
+
+
+def tensors(data: Dataset | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Images (N, ...) and targets (N, ...)."""
+    return (data.images, data.targets) if isinstance(data, Dataset) else data
+
+
+def count_classes(ensemble: Ensemble, images: Tensor, targets: Tensor) -> int:
+    """Classes to count wins by; 1 where a target is not one class (pixels, soft labels)."""
+    if targets.ndim > 1 or targets.is_floating_point():
+        return 1
+    with torch.no_grad(), keep_modes(ensemble):
+        logits: Tensor = ensemble.eval()(images[:2])
+    return logits.shape[2]

@@ -1,0 +1,119 @@
+"""Where a step's batches come from: tensors on the training device, or a DataLoader.
+
+R repeats, N examples, B batch. Repeats see the same examples, each in an order of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..data.batches import epoch_seed
+
+
+class Resident:
+    """The whole set on the device. Epochs follow each other without a gap, so every batch is full.
+
+    Example j of the endless stream is `permutation(j // N)[j % N]`, a pure function of the seed: a run can
+    stop and go on anywhere. The batch of a step is gathered on the device, by a counter that lives there.
+    """
+
+    def __init__(
+        self, images: Tensor, targets: Tensor, batch_size: int, seeds: Sequence[int], device: torch.device
+    ) -> None:
+        if len(images) != len(targets) or not len(images):
+            raise ValueError(
+                f"images and targets must be as many, and not none. Got {len(images)} and {len(targets)}."
+            )
+        self.images, self.targets = images.to(device), targets.to(device)
+        self.examples, self.seeds = len(images), seeds
+        self.batch_size = min(batch_size, self.examples)
+        rows = self.examples // self.batch_size + 1  # the most steps that can start in one epoch
+        self._order = torch.zeros(len(seeds), rows, self.batch_size, dtype=torch.long, device=device)
+        self._row = torch.zeros(1, dtype=torch.long, device=device)
+
+    def steps(self, epoch: int) -> range:
+        """The steps whose batch begins in this epoch."""
+        return range(self._first(epoch), self._first(epoch + 1))
+
+    def begin(self, epoch: int, step: int) -> None:
+        """Make ready for the steps of an epoch, from `step` on."""
+        steps = self.steps(epoch)
+        start = steps.start * self.batch_size - epoch * self.examples
+        count = len(steps) * self.batch_size
+        for order, seed in zip(self._order, self.seeds, strict=True):
+            stream = torch.cat([self._permutation(seed, epoch), self._permutation(seed, epoch + 1)])
+            order[: len(steps)].copy_(stream[start : start + count].reshape(len(steps), -1))
+        self._row.fill_(step - steps.start)
+
+    def batch(self, repeat: int) -> tuple[Tensor, Tensor]:
+        """Images (B, ...) and targets (B, ...) of the current step, gathered on the device."""
+        index = self._order[repeat].index_select(0, self._row)[0]  # (B,)
+        return self.images.index_select(0, index), self.targets.index_select(0, index)
+
+    def advance(self) -> None:
+        """On to the next step; on the device, like `batch`."""
+        self._row.add_(1)
+
+    def feed(self) -> None:
+        """Nothing to do: the data are there."""
+
+    def state(self) -> list[Tensor]:
+        """The tensors that a step changes."""
+        return [self._row]
+
+    def _first(self, epoch: int) -> int:
+        return -(-epoch * self.examples // self.batch_size)
+
+    def _permutation(self, seed: int, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
+        return torch.randperm(self.examples, generator=generator)
+
+
+class Loaded:
+    """Batches of a user's DataLoader, copied to one place on the device; all repeats see the same batch."""
+
+    def __init__(self, loader: DataLoader[Any], seeds: Sequence[int], device: torch.device) -> None:
+        if not len(loader):
+            raise ValueError("train must hold at least one batch. Got an empty DataLoader.")
+        self.loader, self.seeds, self.device = loader, seeds, device
+        self.batch_size = loader.batch_size or 1
+        self.examples = len(loader) * self.batch_size
+        self._iterator: Iterator[Any] = iter(())
+        self._batch: tuple[Tensor, Tensor] | None = None
+
+    def steps(self, epoch: int) -> range:
+        """The steps of an epoch: one for each batch of the loader."""
+        return range(epoch * len(self.loader), (epoch + 1) * len(self.loader))
+
+    def begin(self, epoch: int, step: int) -> None:
+        """Start the loader's epoch, and skip what was done before; its order follows its own generator."""
+        if self.loader.generator is not None:
+            self.loader.generator.manual_seed(epoch_seed(self.seeds[0], epoch))
+        if hasattr(self.loader.sampler, "set_epoch"):
+            self.loader.sampler.set_epoch(epoch)
+        self._iterator = iter(self.loader)
+        for _ in range(step - self.steps(epoch).start):
+            next(self._iterator)
+
+    def feed(self) -> None:
+        """Bring the next batch to the device."""
+        images, targets = next(self._iterator)
+        self._batch = images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def batch(self, repeat: int) -> tuple[Tensor, Tensor]:
+        """Images (B, ...) and targets (B, ...) that `feed` brought."""
+        assert self._batch is not None  # the loop feeds before every step
+        return self._batch
+
+    def advance(self) -> None:
+        """Nothing to do: `feed` brings the next batch."""
+
+    def state(self) -> list[Tensor]:
+        """Nothing that a step changes."""
+        return []
+
+
+Source = Resident | Loaded

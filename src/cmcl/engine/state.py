@@ -1,0 +1,73 @@
+"""Where a run stands: everything that a step changes, and how it goes into a checkpoint and comes back.
+
+R repeats.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.batches import epoch_seed
+from ..ensemble import Ensemble
+from ..recipe import Recipe
+from .checkpoint import Checkpoint
+from .step import make_optimizer
+from .tally import Tally
+from .telemetry import DeadMembers
+
+
+class State:
+    """R ensembles in training, with optimiser, sums, alarms and random streams."""
+
+    def __init__(
+        self,
+        ensembles: Sequence[Ensemble],
+        seeds: Sequence[int],
+        recipe: Recipe,
+        classes: int,
+        device: torch.device,
+    ) -> None:
+        self.ensembles, self.seeds, self.recipe, self.device = ensembles, list(seeds), recipe, device
+        self.optimizer = make_optimizer(ensembles, recipe)
+        self.tallies = [Tally(len(e.members), classes, device) for e in ensembles]
+        self.alarms = [DeadMembers(len(e.members), recipe.objective["overlap"]) for e in ensembles]
+        self.randomness = [torch.Generator().manual_seed(epoch_seed(seed, -1)).get_state() for seed in seeds]
+        self.step = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it that is tensors, by name."""
+        named: dict[str, Tensor] = {}
+        for r, (ensemble, tally) in enumerate(zip(self.ensembles, self.tallies, strict=True)):
+            named |= {f"ensemble.{r}.{key}": tensor for key, tensor in ensemble.state_dict().items()}
+            named |= {f"tally.{r}.{i}": tensor for i, tensor in enumerate(tally.state())}
+            named[f"random.{r}"] = self.randomness[r]
+        for i, moments in enumerate(self.optimizer.state.values()):
+            named |= {f"optimizer.{i}.{key}": tensor for key, tensor in moments.items()}
+        if self.device.type == "cuda":
+            named["random.cuda"] = torch.cuda.get_rng_state()
+        return named
+
+    def facts(self) -> dict[str, Any]:
+        """All of it that is JSON."""
+        return {
+            "recipe": self.recipe.to_json(),
+            "seeds": self.seeds,
+            "alarms": [alarm.state() for alarm in self.alarms],
+        }
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go back to a checkpoint of the same run."""
+        for name in ("recipe", "seeds"):
+            kept, now = checkpoint.state[name], self.facts()[name]
+            if kept != now:
+                raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")
+        with torch.no_grad():
+            for name, tensor in self.tensors().items():
+                tensor.copy_(checkpoint.tensors[name])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(checkpoint.tensors["random.cuda"])
+        for alarm, kept in zip(self.alarms, checkpoint.state["alarms"], strict=True):
+            alarm.restore(kept)
+        self.step = checkpoint.step

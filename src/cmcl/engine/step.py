@@ -1,0 +1,212 @@
+"""One training step: gather a batch, run all members, loss, backward, update.
+
+`Step` is the only copy of the training logic. On a CPU it is called; on CUDA `Captured` records one call of
+it in a graph, with a stream per member, and replays that. R repeats train in one step, each an ensemble with
+its own data order, masks, labels and assignment.
+
+R repeats, M members, B batch, C classes.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..adversarial import adversarial_logits
+from ..ensemble import Ensemble, in_turn
+from ..objectives import OracleLoss, confident_oracle_loss
+from ..recipe import Recipe
+from .lanes import Compiler, Lanes
+from .source import Source
+from .tally import Tally, count
+
+
+class Step:
+    """A callable that trains R ensembles by one batch each."""
+
+    def __init__(
+        self,
+        ensembles: Sequence[Ensemble],
+        source: Source,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        tallies: Sequence[Tally],
+        *,
+        objective: dict[str, Any],  # arguments of confident_oracle_loss; a warm start has its own
+        ignore_index: int | None = None,
+        precision: str = "float32",
+        compile: bool = False,
+        streams: bool = False,
+        randomness: list[Tensor] | None = None,  # R states of the CPU generator, kept up to date here
+        epsilon: Tensor | None = None,  # adversarial step, shape of one input
+    ) -> None:
+        self.ensembles, self.source, self.optimizer, self.recipe = ensembles, source, optimizer, recipe
+        self.tallies, self.precision, self.epsilon, self.randomness = tallies, precision, epsilon, randomness
+        compiler = Compiler() if compile else None
+        self.repeats = Lanes(len(ensembles) if streams and len(ensembles) > 1 else 0)
+        self.members = [Lanes(len(e.members) if streams else 0, compiler) for e in ensembles]
+        measure = partial(_measure, objective=objective, ignore_index=ignore_index)
+        self.measure = partial(compiler(_measure), **measure.keywords) if compiler else measure
+
+    def __call__(self) -> None:
+        """Train by one batch."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for piece in range(self.recipe.accumulate):
+            calls = [partial(self._loss, repeat, piece) for repeat in range(len(self.ensembles))]
+            totals = self.repeats(calls)  # R scalars; repeats share no weights, so their sum is R trainings
+            (torch.stack(totals).sum() / self.recipe.accumulate).backward()
+        norms = [_clip(ensemble, self.recipe.clip) for ensemble in self.ensembles]
+        for norm, tally in zip(norms, self.tallies, strict=True):
+            tally.count_step(norm)
+        # Once a loss is NaN or infinite, fused optimisers skip their update: the last good weights stay.
+        self.optimizer.found_inf = torch.stack([tally.broken() for tally in self.tallies]).amax(0)  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.source.advance()
+
+    def state(self) -> list[Tensor]:
+        """Every tensor that a step changes."""
+        weights = [t for e in self.ensembles for t in (*e.parameters(), *e.buffers())]
+        moments = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        return [
+            *weights,
+            *moments,
+            *(t for tally in self.tallies for t in tally.state()),
+            *self.source.state(),
+        ]
+
+    def _loss(self, repeat: int, piece: int) -> Tensor:
+        images, targets = self.source.batch(repeat)
+        size = -(-len(images) // self.recipe.accumulate)
+        rows = slice(piece * size, (piece + 1) * size)
+        with self._own_randomness(repeat):
+            return self._forward(repeat, images[rows], targets[rows])
+
+    def _forward(self, repeat: int, x: Tensor, targets: Tensor) -> Tensor:
+        ensemble, tally = self.ensembles[repeat], self.tallies[repeat]
+        ensemble.run = self.members[repeat]
+        try:
+            with _autocast(x.device, self.precision):
+                if self.epsilon is None:
+                    logits, attacked = ensemble(x), None
+                else:
+                    logits, attacked = adversarial_logits(ensemble, x, targets, self.epsilon)
+        finally:
+            ensemble.run = in_turn
+        total: Tensor = self.measure(logits, targets, tally).total
+        if attacked is not None:
+            total = total + self.measure(attacked, targets, None).total
+        return total
+
+    @contextmanager
+    def _own_randomness(self, repeat: int) -> Iterator[None]:
+        """Draw from this repeat's stream, so that it draws the same numbers as when it trains alone."""
+        if self.randomness is None:
+            yield
+            return
+        torch.set_rng_state(self.randomness[repeat])
+        yield
+        self.randomness[repeat] = torch.get_rng_state()
+
+
+def _measure(
+    logits: Tensor,
+    targets: Tensor,
+    tally: Tally | None,
+    *,
+    objective: dict[str, Any],
+    ignore_index: int | None,
+) -> OracleLoss:
+    loss = confident_oracle_loss(logits, targets, **objective, ignore_index=ignore_index)
+    if tally is not None:
+        count(tally, loss, logits, targets)
+    return loss
+
+
+def _clip(ensemble: Ensemble, limit: float | None) -> Tensor:
+    """The norm of an ensemble's gradient, which is shortened if the recipe sets a limit."""
+    gradients = [p.grad for p in ensemble.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if limit is not None:
+        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _autocast(device: torch.device, precision: str) -> Any:
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+class Captured:
+    """A step in a CUDA graph: what was recorded once is replayed, without Python and without launches.
+
+    The calls that warm it up (compilation, autotuning) leave no trace: weights, optimiser, sums and random
+    states are put back.
+    """
+
+    def __init__(self, step: Step, *, warm_up: int = 3) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        kept, random = [t.clone() for t in step.state()], torch.cuda.get_rng_state()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warm_up):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self.graph):
+            step()
+        with torch.no_grad():
+            for tensor, value in zip(step.state(), kept, strict=True):
+                tensor.copy_(value)
+        torch.cuda.set_rng_state(random)
+
+    def __call__(self) -> None:
+        """Replay."""
+        self.graph.replay()
+
+
+def make_optimizer(ensembles: Sequence[Ensemble], recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimiser over all members, its state ready and on the device, its lr a tensor on CUDA.
+
+    Weight decay falls on the weights of convolutions and linear layers only.
+    """
+    modules = [module for ensemble in ensembles for module in ensemble.modules()]
+    weights = {id(m.weight) for m in modules if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)}
+    learning = {id(p): p for e in ensembles for p in e.parameters() if p.requires_grad}
+    if not learning:
+        raise ValueError("an ensemble must have weights that learn. Got none with requires_grad=True.")
+    decayed = [p for key, p in learning.items() if key in weights]
+    free = [p for key, p in learning.items() if key not in weights]
+    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": free, "weight_decay": 0.0}]
+    device = next(iter(learning.values())).device
+    lr: Any = torch.tensor(recipe.lr, device=device) if device.type == "cuda" else recipe.lr
+    if recipe.optimizer == "sgd":
+        return _ready(
+            torch.optim.SGD(groups, lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
+        )
+    kind = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
+    return _ready(kind(groups, lr, fused=True, capturable=device.type == "cuda"))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Change the learning rate where the captured graph reads it."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _ready(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Momenta of 0 from the start, as the first step would make them: a graph needs them to be there."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state[p]
+            if isinstance(optimizer, torch.optim.SGD):
+                if group["momentum"]:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+            else:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+    return optimizer

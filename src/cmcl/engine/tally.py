@@ -1,0 +1,91 @@
+"""What a step leaves behind for the telemetry: sums on the device, read once an epoch.
+
+M members, B batch, C classes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..objectives import OracleLoss
+
+BATCH = (
+    "batches",
+    "loss",
+    "task",
+    "kl",
+    "winners_entropy",
+    "losers_entropy",
+)  # once a batch, or piece of one
+STEP = ("steps", "gradient_norm")  # once a step
+
+
+class Tally:
+    """Sums over the steps of an epoch for one ensemble."""
+
+    def __init__(self, members: int, classes: int, device: torch.device) -> None:
+        self.sums = torch.zeros(len(BATCH) + len(STEP), dtype=torch.float64, device=device)
+        self.wins = torch.zeros(members, classes, dtype=torch.float64, device=device)  # dense: one column
+        self.seen = torch.zeros(classes, dtype=torch.float64, device=device)
+        self.bad = torch.full((members,), torch.inf, dtype=torch.float64, device=device)
+
+    def state(self) -> list[Tensor]:
+        """The tensors that a step changes."""
+        return [self.sums, self.wins, self.seen, self.bad]
+
+    def reset(self) -> None:
+        """A new epoch."""
+        for tensor in (self.sums, self.wins, self.seen):
+            tensor.zero_()
+        self.bad.fill_(torch.inf)
+
+    def read(self) -> dict[str, Any]:
+        """The epoch so far as plain numbers: one copy from the device."""
+        parts = [self.sums, self.wins.flatten(), self.seen]
+        flat = torch.cat(parts).cpu()
+        sums, wins, seen = flat.split([len(part) for part in parts])
+        named = dict(zip((*BATCH, *STEP), sums.tolist(), strict=True))
+        batches, steps = max(named.pop("batches"), 1.0), max(named.pop("steps"), 1.0)
+        row: dict[str, Any] = {name: named[name] / (steps if name in STEP else batches) for name in named}
+        wins = wins.reshape(self.wins.shape)  # (M, C)
+        row["win_rates"] = (wins.sum(1) / seen.sum().clamp(min=1)).tolist()
+        if len(seen) > 1:
+            row["win_rates_by_class"] = (wins / seen.clamp(min=1)).tolist()
+        return row
+
+    def broken(self) -> Tensor:
+        """1 once a member's loss has not been finite, else 0; on the device."""
+        return self.bad.isfinite().any().float()
+
+    def count_step(self, gradient_norm: Tensor) -> None:
+        """Add what is known once a step."""
+        self.bad.copy_(
+            torch.where(gradient_norm.isfinite(), self.bad, self.bad.clamp(max=self.sums[len(BATCH)]))
+        )
+        self.sums[len(BATCH) :] += torch.stack([gradient_norm.new_ones(()), gradient_norm])
+
+
+@torch.no_grad()
+def count(tally: Tally, loss: OracleLoss, logits: Tensor, targets: Tensor) -> None:
+    """Add one batch. `targets` are classes (B,), or anything else for dense outputs."""
+    v = loss.assignment  # (M, B)
+    log_p = logits.float().log_softmax(2)
+    entropy = -(log_p.exp() * log_p).sum(2).reshape(*v.shape, -1).mean(2)  # (M, B)
+    silent = (~v).sum().clamp(min=1)
+    batch = v.shape[1]
+    values = [
+        loss.total.new_ones(()),
+        loss.total,
+        loss.task.where(v, 0).sum() / batch,
+        loss.kl.where(~v, 0).sum() / batch,
+        entropy.where(v, 0).sum() / v.sum(),
+        entropy.where(~v, 0).sum() / silent,
+    ]
+    tally.sums[: len(BATCH)] += torch.stack(values)
+    classes = tally.seen.shape[0]
+    index = targets.long() if classes > 1 else torch.zeros(batch, dtype=torch.long, device=v.device)
+    tally.wins.index_add_(1, index, v.double())
+    tally.seen.index_add_(0, index, torch.ones(batch, dtype=torch.float64, device=v.device))
+    finite = (loss.task + loss.kl).isfinite().all(1)  # (M,)
+    tally.bad.copy_(torch.minimum(tally.bad, torch.where(finite, torch.inf, tally.sums[len(BATCH)])))

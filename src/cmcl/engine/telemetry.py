@@ -1,0 +1,249 @@
+"""What a run tells while it goes: JSON lines, TensorBoard, an alarm for dead members, a progress bar.
+
+A row is a dict of JSON values with "epoch", the number of epochs done when it was written.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import rich.progress
+from rich.console import Console
+from rich.table import Column
+
+from ..files import replacing
+from .checkpoint import needing_room
+
+FORMATS = {  # the numbers of a row that a person wants to see
+    "loss": "loss {:.4f}",
+    "top1": "top-1 {:.2f} %",
+    "oracle": "oracle {:.2f} %",
+    "lr": "lr {:.3g}",
+    "images_per_second": "{:,.0f} images/s",
+}
+REFRESH_SECONDS = 0.25  # drawing the bar takes about a millisecond
+
+
+class Telemetry:
+    """Rows as JSON lines in the file `path` and, if asked, as scalars in the folder `tensorboard`."""
+
+    def __init__(self, path: Path | None, *, tensorboard: Path | None = None) -> None:
+        self.path, self.tensorboard = path, tensorboard
+        self._board = _summary_writer(tensorboard) if tensorboard else None
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row."""
+        if self.path:
+            # Opened for each line, once an epoch: nothing is lost in a buffer when the process is killed.
+            with needing_room(self.path), self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        if self._board:
+            for name, value in _scalars(row):
+                self._board.add_scalar(name, value, math.ceil(row["epoch"]))  # takes whole steps only
+            self._board.flush()
+
+    def rewind(self, epoch: float) -> None:
+        """Drop what was written after `epoch`, to go on from a checkpoint made then; 0 starts anew."""
+        if self.path and self.path.exists():
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+            with needing_room(self.path), replacing(self.path) as part:
+                kept = [f"{line}\n" for line in lines if _epoch(line) <= epoch]
+                part.write_text("".join(kept), encoding="utf-8")
+        if self._board and self.tensorboard:
+            self._board.close()
+            # TensorBoard's files only grow: this hides the rows from here on instead.
+            self._board = _summary_writer(self.tensorboard, purge_step=math.floor(epoch) + 1)
+
+    def close(self) -> None:
+        """Close TensorBoard's file; the JSON lines are always whole."""
+        if self._board:
+            self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _summary_writer(folder: Path, purge_step: int | None = None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "TensorBoard must be installed to write for it. Install it with: pip install tensorboard"
+        ) from error
+    return SummaryWriter(str(folder), purge_step=purge_step)
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinity as null: JSON has no such numbers, and strict readers refuse the whole line."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in nested dicts and lists, named like wins/3."""
+    if isinstance(value, dict | list | tuple):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _scalars(entry, f"{name}/{key}" if name else str(key))
+    elif isinstance(value, int | float) and not isinstance(value, bool) and name != "epoch":
+        yield name, value
+
+
+def _epoch(line: str) -> float:
+    """When a line was written; never, if a kill or a full disk cut it short."""
+    try:
+        return float(json.loads(line)["epoch"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+class DeadMembers:
+    """The alarm for members that win next to nothing, so that only the others learn.
+
+    Args:
+        members: M, the number of members.
+        overlap: K, the members that learn each example; K/M of the examples is a member's fair share.
+        patience: epochs in a row under a tenth of the fair share that make a member dead.
+    """
+
+    def __init__(self, members: int, overlap: int, patience: int = 3) -> None:
+        self.members, self.patience = members, patience
+        self.fair_share = overlap / members
+        self._epochs_below = [0] * members
+
+    def update(self, win_rates: Sequence[float]) -> list[int]:
+        """The members that are dead as of this epoch; each is named once, and again only if it recovered.
+
+        Args:
+            win_rates: for each member the share of this epoch's examples that it won, 0 to 1.
+        """
+        if len(win_rates) != self.members:
+            raise ValueError(f"win_rates must have one entry a member, {self.members}. Got {len(win_rates)}.")
+        for m, rate in enumerate(win_rates):
+            self._epochs_below[m] = self._epochs_below[m] + 1 if rate < self.fair_share / 10 else 0
+        return [m for m, epochs in enumerate(self._epochs_below) if epochs == self.patience]
+
+    def warning(self, members: Sequence[int]) -> str:
+        """What to tell about members that `update` named."""
+        names = ", ".join(map(str, members))
+        return (
+            f"{'Members' if len(members) > 1 else 'Member'} {names} won under a tenth of the fair share "
+            f"({self.fair_share:.0%} of the examples) for {self.patience} epochs: next to nothing is learned "
+            "there. Try a larger overlap, a smaller beta, a warm start (a few epochs as an independent "
+            "ensemble) or feature sharing."
+        )
+
+    def state(self) -> dict[str, Any]:
+        """All that the next `update` depends on, as JSON values."""
+        return {"epochs_below": list(self._epochs_below)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        epochs_below = state["epochs_below"]
+        if len(epochs_below) != self.members:
+            raise ValueError(f"state must be of {self.members} members. Got {len(epochs_below)}.")
+        self._epochs_below = list(epochs_below)
+
+
+class Progress:
+    """What a person sees on stderr: a bar on a terminal, a line an epoch when piped, nothing when `quiet`."""
+
+    def __init__(self, epochs: float, *, quiet: bool = False, title: str = "") -> None:
+        self.epochs, self.title = epochs, title
+        self._numbers: dict[str, Any] = {}  # the last known
+        self._console = Console(stderr=True, quiet=quiet)
+        # isatty as well, because FORCE_COLOR alone would fill a log file with bars.
+        live = self._console.is_interactive and self._console.file.isatty() and not quiet
+        self._bar = _bar(self._console) if live else None
+        self._drawn = -math.inf
+        self._first: tuple[float, float] | None = None  # (time, epochs done), since when speed is measured
+
+    def advance(self, done: float, **numbers: Any) -> None:
+        """Show how far the run is; made to be called after every step.
+
+        Args:
+            done: epochs done since the run began, 2.5 in the middle of the third.
+            numbers: what is known by now of a row's entries (loss, lr, ...); the rest stays as it was.
+        """
+        now = time.monotonic()
+        self._first = self._first or (now, done)
+        self._numbers.update(numbers)
+        if self._bar and now - self._drawn >= REFRESH_SECONDS:
+            self._draw(self._bar, done, now)
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        """Show an epoch's row: epoch, loss, lr, images_per_second and, where known, top1 and oracle."""
+        self._numbers.update(row)
+        if self._bar:
+            self._draw(self._bar, row["epoch"], time.monotonic())
+        else:
+            self.note(" ".join(filter(None, [self.title, self._count(row["epoch"]), _describe(row)])))
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.add_task(self.title, total=self.epochs, count=self._count(1), numbers="", left="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def _draw(self, bar: rich.progress.Progress, done: float, now: float) -> None:
+        self._drawn = now
+        bar.update(
+            bar.task_ids[0],
+            completed=done,
+            count=self._count(min(math.floor(done) + 1, math.ceil(self.epochs))),  # the one under way
+            numbers=_describe(self._numbers),
+            left=self._left(done, now),
+            refresh=True,
+        )
+
+    def _count(self, epoch: float) -> str:
+        return f"epoch {epoch:g}/{self.epochs:g}"
+
+    def _left(self, done: float, now: float) -> str:
+        """The time to the end at the mean speed of this process: a resumed run's past took no time here."""
+        if not self._first or done <= self._first[1]:
+            return ""
+        began, before = self._first
+        seconds = (now - began) / (done - before) * max(0.0, self.epochs - done)
+        return f"{timedelta(seconds=round(seconds))} left"
+
+
+def _bar(console: Console) -> rich.progress.Progress:
+    """A bar that is drawn when told to, without a thread that would compete with training."""
+    return rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}", markup=False),
+        rich.progress.TextColumn("{task.fields[count]}"),
+        rich.progress.BarColumn(bar_width=20),
+        rich.progress.TextColumn("{task.fields[left]}"),
+        rich.progress.TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=sys.stdout.isatty(),  # a file that results go to must not lose them to the terminal
+    )
+
+
+def _describe(row: dict[str, Any]) -> str:
+    """The numbers of a row, as far as they are known."""
+    return ", ".join(form.format(row[key]) for key, form in FORMATS.items() if row.get(key) is not None)

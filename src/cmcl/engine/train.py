@@ -1,0 +1,292 @@
+"""The training loop: epochs of steps, telemetry, evaluation, checkpoints. It can stop and go on anywhere.
+
+R repeats (seeds) of one ensemble train together; N examples.
+"""
+
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from .. import metrics
+from ..data.dataset import IGNORE
+from ..ensemble import Ensemble
+from ..recipe import Recipe
+from .checkpoint import Checkpoints, Interrupt, locked
+from .setup import Data, Options, count_classes, find_device, hold_out, place, settings, tensors
+from .source import Loaded, Resident, Source
+from .state import State
+from .step import Captured, Step, set_lr
+from .telemetry import Progress, Telemetry
+
+
+@dataclass
+class Result:
+    """What a run leaves in memory; its folder holds more."""
+
+    rows: list[dict[str, Any]]  # telemetry of this call, a row for each epoch and repeat
+    scores: list[dict[str, float]]  # on the test data, for each repeat, in percent
+    steps: int
+    seconds: float  # over all the times the run was resumed
+
+
+class Interrupted(RuntimeError):
+    """The run was asked to stop; it is saved and can be resumed."""
+
+
+class Diverged(RuntimeError):
+    """A loss became NaN or infinite; the weights are those before it."""
+
+
+def fit(
+    ensemble: Ensemble | Sequence[Ensemble],
+    train: Data,
+    *,
+    recipe: Recipe,
+    seed: int | Sequence[int] = 0,
+    test: Data | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    options: Options | None = None,
+) -> Result:
+    """Train an ensemble, or R repeats of one side by side, by Algorithm 1 of the paper.
+
+    Args:
+        ensemble: what to train, in place; or a list of R ensembles, one for each seed.
+        train: a `Dataset`, (images (N, ...), targets (N, ...)) or a DataLoader. uint8 images go through
+            `ensemble.transform`, which is fitted to them if it is not set.
+        recipe: method, length, optimiser. Its `validation` share of a `Dataset` is held out and looked at on
+            the way; `test` only if nothing is held out.
+        seed: of data order, masks and labels; one for each repeat.
+        test: data for the scores at the end.
+        out: run folder, for telemetry and checkpoints. None: nothing is written.
+        resume: go on from the folder's last checkpoint, if there is one.
+        options: how the run is carried out.
+    """
+    ensembles = [ensemble] if isinstance(ensemble, Ensemble) else list(ensemble)
+    seeds = [seed] if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(ensembles):
+        raise ValueError(f"seed must give {len(ensembles)} numbers, one an ensemble. Got {len(seeds)}.")
+    for m in (len(own.members) for own in ensembles):
+        if m != recipe.members:
+            raise ValueError(f"recipe.members must be {m}, as in the ensemble. Got {recipe.members}.")
+    options = options or Options()
+    with settings(options, seeds):
+        run = Run(ensembles, train, test, recipe, seeds, options)
+        return run.go(None if out is None else Path(out), resume)
+
+
+def evaluate(ensemble: Ensemble, data: Data, *, batch_size: int = 1000) -> dict[str, float]:
+    """Errors in percent: `top1` (the most confident member's where outputs are dense), `oracle`, `member`."""
+    if isinstance(data, DataLoader):
+        parts = [(ensemble.predict(x).member_probs.cpu(), y) for x, y in data]
+        probs, targets = torch.cat([p for p, _ in parts], 1), torch.cat([y for _, y in parts])
+    else:
+        images, targets = tensors(data)
+        probs, targets = ensemble.predict(images, batch_size=batch_size).member_probs.cpu(), targets.cpu()
+    dense = targets.ndim > 1
+    ignore = IGNORE if dense else None
+    top1 = metrics.picked_error if dense else metrics.top1_error
+    return {
+        "top1": 100 * top1(probs, targets, ignore_index=ignore),
+        "oracle": 100 * metrics.oracle_error(probs, targets, ignore_index=ignore),
+        "member": 100 * metrics.member_errors(probs, targets, ignore_index=ignore).mean().item(),
+    }
+
+
+class Run:
+    """A run in progress."""
+
+    def __init__(
+        self,
+        ensembles: list[Ensemble],
+        train: Data,
+        test: Data | None,
+        recipe: Recipe,
+        seeds: list[int],
+        options: Options,
+    ) -> None:
+        self.recipe, self.options, self.test = recipe, options, test
+        self.device = find_device(options.device)
+        train, held_out = hold_out(train, recipe.validation)
+        self.held_out = held_out or test  # what is looked at on the way
+        place(ensembles, train, self.device)
+        self.source: Source
+        if isinstance(train, DataLoader):
+            self.source = Loaded(train, seeds, self.device)
+            images, targets = next(iter(train))
+        else:
+            images, targets = tensors(train)
+            images = ensembles[0].transformed(images)
+            self.source = Resident(images, targets, recipe.batch_size, seeds, self.device)
+        self.ignore_index = IGNORE if targets.ndim > 1 and not targets.is_floating_point() else None
+        classes = count_classes(ensembles[0], images[:2].to(self.device), targets)
+        self.state = State(ensembles, seeds, recipe, classes, self.device)
+        self.steps = recipe.total_steps(self.source.examples)
+        self.started = time.perf_counter()
+        self.rows: list[dict[str, Any]] = []
+
+    def go(self, out: Path | None, resume: bool) -> Result:
+        """Train to the end, or until asked to stop."""
+        with ExitStack() as stack:
+            self._open(stack, out, resume)
+            step = None
+            for epoch in range(self._epoch_of(self.state.step), self._epochs()):
+                if step is None or epoch == self.recipe.warm_start:
+                    step = self._make_step(epoch)
+                self._epoch(epoch, step)
+            self._save()
+        scores = [] if self.test is None else [self._scores(e, self.test) for e in self.state.ensembles]
+        return Result(self.rows, scores, self.state.step, time.perf_counter() - self.started)
+
+    def _epoch(self, epoch: int, step: Step | Captured) -> None:
+        state, steps = self.state, self.source.steps(epoch)
+        begun, first = time.perf_counter(), state.step
+        for ensemble in state.ensembles:
+            ensemble.train()
+        self.source.begin(epoch, state.step)
+        while state.step < min(steps.stop, self.steps):
+            set_lr(state.optimizer, self._lr(state.step))
+            self.source.feed()
+            step()
+            state.step += 1
+            self.progress.advance(epoch + (state.step - steps.start) / len(steps))
+            if self.device.type == "cpu":  # on a GPU, looking would wait for the device
+                self._check_finite(steps.start)
+            if self.interrupt.asked:
+                self._stop()
+            if state.step < steps.stop:
+                self._save_if_due()
+        self._check_finite(steps.start)
+        images = (state.step - first) * self.source.batch_size
+        self._report(epoch + 1, images / (time.perf_counter() - begun))
+        self._save_if_due()
+
+    def _report(self, epochs: int, images_per_second: float) -> None:
+        """Telemetry of the epoch that just ended, a row for each repeat."""
+        state, every = self.state, self.options.evaluate_every
+        look = state.step == self.steps or (every and epochs % every == 0)
+        for seed, ensemble, tally, alarm in zip(
+            state.seeds, state.ensembles, state.tallies, state.alarms, strict=True
+        ):
+            row: dict[str, Any] = {"epoch": epochs, "step": state.step, "seed": seed}
+            row |= tally.read() | {"lr": self._lr(state.step - 1), "images_per_second": images_per_second}
+            tally.reset()
+            if look and self.held_out is not None:
+                row |= self._scores(ensemble, self.held_out)
+            if epochs > self.recipe.warm_start and (dead := alarm.update(row["win_rates"])):
+                row["dead_members"] = dead
+                self.progress.note(f"seed {seed}: {alarm.warning(dead)}")
+            self.rows.append(row)
+            self.progress.epoch(row)
+            self.telemetry.write(row)
+
+    def _make_step(self, epoch: int) -> Step | Captured:
+        cuda, options = self.device.type == "cuda", self.options
+        capture = cuda and (isinstance(self.source, Resident) if options.capture is None else options.capture)
+        objective = self.recipe.objective
+        if epoch < self.recipe.warm_start:  # as an independent ensemble
+            objective |= {"overlap": self.recipe.members, "labels": "exact"}
+        step = Step(
+            self.state.ensembles,
+            self.source,
+            self.state.optimizer,
+            self.recipe,
+            self.state.tallies,
+            objective=objective,
+            ignore_index=self.ignore_index,
+            precision=options.precision if options.precision != "auto" else "bf16" if cuda else "float32",
+            compile=cuda if options.compile is None else options.compile,
+            streams=capture,
+            randomness=None if cuda else self.state.randomness,
+            epsilon=self._epsilon(),
+        )
+        if not capture:
+            return step
+        set_lr(self.state.optimizer, self._lr(self.state.step))
+        self.source.begin(epoch, self.state.step)
+        try:
+            return Captured(step)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = next(iter(str(error).strip().splitlines()), "no reason given")
+            warnings.warn(f"the step runs without a CUDA graph, and slower: {reason}", stacklevel=2)
+            return step
+
+    def _check_finite(self, first: int) -> None:
+        for seed, tally in zip(self.state.seeds, self.state.tallies, strict=True):
+            bad = tally.bad.tolist()  # of each member, the first step of this epoch, or inf
+            if min(bad) < torch.inf:
+                step, members = first + int(min(bad)), [m for m, s in enumerate(bad) if s == min(bad)]
+                raise Diverged(
+                    f"seed {seed}: the loss of member {members} is NaN or infinite at step {step}, with lr "
+                    f"{self._lr(step):.3g}. The weights are those before it, and so is the last checkpoint. "
+                    "Try a smaller lr, clip=1, or precision='float32'."
+                )
+
+    def _open(self, stack: ExitStack, out: Path | None, resume: bool) -> None:
+        self.checkpoints, board = None, None
+        if out is not None:
+            stack.enter_context(locked(out))
+            self.checkpoints = Checkpoints(out / "checkpoints")
+            board = out / "tensorboard" if self.options.tensorboard else None
+        self.telemetry = stack.enter_context(Telemetry(out and out / "telemetry.jsonl", tensorboard=board))
+        if self.checkpoints is not None and (checkpoint := self.checkpoints.latest()):
+            if not resume:
+                raise ValueError(
+                    f"{out} holds a run at step {checkpoint.step}: resume it, or name another folder."
+                )
+            self.state.restore(checkpoint)
+            self.started = time.perf_counter() - checkpoint.state["seconds"]
+        self.telemetry.rewind(self._epoch_of(self.state.step))
+        self.saved_at = time.monotonic()
+        self.progress = stack.enter_context(Progress(self._epochs(), quiet=self.options.quiet))
+        self.interrupt = stack.enter_context(Interrupt())
+
+    def _save(self) -> None:
+        if self.checkpoints is not None:
+            facts = self.state.facts() | {"seconds": time.perf_counter() - self.started}
+            self.checkpoints.save(self.state.step, self.state.tensors(), facts)
+            self.saved_at = time.monotonic()
+
+    def _save_if_due(self) -> None:
+        if time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
+            self._save()
+
+    def _stop(self) -> None:
+        self._save()
+        how = "Nothing was saved: no out= folder was given."
+        if self.checkpoints is not None:
+            how = f"It is saved in {self.checkpoints.folder.parent}: go on with resume=True (--resume)."
+        raise Interrupted(
+            f"stopped by {self.interrupt.name} at step {self.state.step} of {self.steps}. {how}"
+        )
+
+    def _scores(self, ensemble: Ensemble, data: Data) -> dict[str, float]:
+        return evaluate(ensemble, data, batch_size=self.options.evaluation_batch)
+
+    def _lr(self, step: int) -> float:
+        return self.recipe.lr_at(step, self.steps)
+
+    def _epochs(self) -> int:
+        return self._epoch_of(self.steps - 1) + 1
+
+    def _epoch_of(self, step: int) -> int:
+        epoch = step * self.source.batch_size // self.source.examples
+        return epoch if step < self.source.steps(epoch).stop else epoch + 1
+
+    def _epsilon(self) -> torch.Tensor | None:
+        """The adversarial step: a share of the range that each input value has in training."""
+        if not self.recipe.adversarial:
+            return None
+        if not isinstance(self.source, Resident):
+            raise TypeError("train must be tensors for adversarial training. Got a DataLoader.")
+        images = self.source.images
+        return self.recipe.adversarial * (images.amax(0) - images.amin(0))

@@ -1,0 +1,150 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cmcl import cli
+
+SOURCE = str(Path(__file__).parents[1] / "src")
+
+
+@pytest.fixture
+def cmcl(capsys, monkeypatch):
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["cmcl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_list(cmcl):
+    code, out, _ = cmcl("data", "list")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == [
+        *("cifar10", "svhn", "icoseg", "digits", "shapes", "folder", "arrays")
+    ]
+
+
+def test_check_prints_what_a_person_wants_to_know(cmcl):
+    code, out, _ = cmcl("data", "check", "digits")
+    assert code == 0
+    assert out.splitlines()[0] == "digits: 1,438 train, 359 test"
+    assert "  3  146" in out.splitlines()
+    assert "  mean  0.3060" in out
+
+
+def test_check_prints_json(cmcl):
+    code, out, _ = cmcl("data", "check", "digits", "--json", "--validation", "0.1", "--seed", "2")
+    report = json.loads(out)
+    assert code == 0
+    assert set(report["counts"]) == {"train", "validation", "test"}
+    assert sum(report["classes"].values()) == report["counts"]["train"]
+    assert len(report["mean"]) == len(report["std"]) == 1
+
+
+def test_options_of_a_set(cmcl):
+    code, out, _ = cmcl(
+        "data",
+        "check",
+        "shapes",
+        "--json",
+        "--option",
+        "groups=2",
+        "--option",
+        "per_group=5",
+        "--option",
+        "size=[8,12]",
+    )
+    assert code == 0
+    assert json.loads(out)["classes"].keys() == {"background", "foreground"}
+    assert sum(json.loads(out)["classes"].values()) == 8 * 8 * 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data", "check", "cifarten"], "Did you mean 'cifar10'?"),
+        (["data", "check", "cifar10", "--root", "ROOT"], "cmcl data fetch cifar10"),
+        (["data", "check", "svhn", "--root", "ROOT"], "cmcl data fetch svhn"),
+        (["data", "check", "icoseg", "--root", "ROOT"], "chenlab.ece.cornell.edu"),
+        (["data", "check", "digits", "--validation", "1.5"], "between 0 and 1. Got 1.5."),
+        (["data", "check", "digits", "--option", "size"], "NAME=VALUE. Got 'size'."),
+        (["data", "check", "shapes", "--option", "siez=3"], "Did you mean 'size'?"),
+        (["data", "check"], "Missing argument"),
+        (["data", "check", "digits", "--what"], "No such option"),
+        (["data", "fetch", "digits"], "cifar10, svhn"),
+        (["date"], "No such command"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(cmcl, tmp_path, arguments, message):
+    code, out, err = cmcl(*(tmp_path if argument == "ROOT" else argument for argument in arguments))
+    assert code == 2
+    assert out == ""
+    assert err.startswith("cmcl: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_all_broken_files_fit_on_the_one_line(cmcl, tmp_path):
+    (tmp_path / "cat").mkdir()
+    for name in ("a.png", "b.png"):
+        (tmp_path / "cat" / name).touch()
+    code, _, err = cmcl("data", "check", "folder", "--root", tmp_path)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "a.png is empty" in err
+    assert "b.png is empty" in err
+
+
+def test_a_bare_command_prints_its_help(cmcl):
+    code, out, err = cmcl()
+    assert code == 2
+    assert "data" in out + err
+    assert "Traceback" not in err
+
+
+def test_debugging_shows_the_traceback(cmcl, monkeypatch):
+    monkeypatch.setenv("CMCL_DEBUG", "1")
+    monkeypatch.setattr(sys, "argv", ["cmcl", "data", "check", "cifarten"])
+    with pytest.raises(ValueError, match="Did you mean"):
+        cli.main()
+
+
+def test_a_bug_is_not_called_a_mistake(monkeypatch):
+    def broken(**_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "app", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["data", "--help"], ["data", "list"]])
+def test_help_and_list_load_nothing_heavy(arguments):
+    code = (
+        "import sys; sys.argv = ['cmcl', *sys.argv[1:]]\n"
+        "from cmcl.cli import main\n"
+        "try: main()\n"
+        "finally: print('heavy:', sorted({'torch', 'numpy', 'scipy', 'PIL', 'sklearn', 'pooch'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    env = os.environ | {"PYTHONPATH": SOURCE}
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert result.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_float_values_survive_json(cmcl, tmp_path):
+    from PIL import Image
+
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.full((2, 2, 3), 51, np.uint8)).save(tmp_path / "a" / "x.png")
+    _, out, _ = cmcl("data", "check", "folder", "--root", tmp_path, "--json")
+    assert json.loads(out)["mean"] == pytest.approx([0.2, 0.2, 0.2])
