@@ -152,7 +152,7 @@ class TestTensorBoard:
                     "loss": 0.5,
                     "wins": [0.25, 0.75],
                     "parts": {"task": 1, "kl": [2.0]},
-                    "seed": "7",
+                    "name": "7",
                     "warm": True,
                     "top1": None,
                 }
@@ -166,6 +166,12 @@ class TestTensorBoard:
         }
         assert writers[0].folder == str(tmp_path / "board")
         assert writers[0].closed
+
+    def test_repeats_are_told_apart(self, writers, tmp_path):
+        told = Telemetry(None, tensorboard=tmp_path)
+        for seed in (0, 1):
+            told.write({"epoch": 1, "seed": seed, "loss": float(seed)})
+        assert writers[0].scalars == {("seed-0/loss", 1): 0.0, ("seed-1/loss", 1): 1.0}
 
     def test_a_part_of_an_epoch_counts_up(self, writers, tmp_path):
         Telemetry(None, tensorboard=tmp_path).write({"epoch": 2.5, "loss": 1.0})
@@ -289,16 +295,18 @@ def clock(monkeypatch):
 
 class TestProgressPiped:
     def test_one_plain_line_an_epoch(self, capsys):
-        with Progress(20, title="CMCL [seed 1]") as progress:
+        with Progress(20, title="CMCL [new]") as progress:
             progress.advance(0.5, loss=2.0)
             progress.epoch(ROW)
-            progress.epoch({"epoch": 4, "loss": 1.0, "lr": 0.005, "images_per_second": 7.0, "top1": None})
+            progress.epoch(
+                {"epoch": 4, "seed": 7, "loss": 1.0, "lr": 0.005, "images_per_second": 7.0, "top1": None}
+            )
             progress.note("[bold] is not markup here" + " and long lines stay whole" * 9)
         out, err = capsys.readouterr()
         assert out == ""
         assert err.splitlines() == [
-            "CMCL [seed 1] epoch 3/20 loss 1.2346, top-1 10.18 %, oracle 3.83 %, lr 0.05, 51,234 images/s",
-            "epoch 4/20 loss 1.0000, lr 0.005, 7 images/s".join(["CMCL [seed 1] ", ""]),
+            "CMCL [new] epoch 3/20 loss 1.2346, top-1 10.18 %, oracle 3.83 %, lr 0.05, 51,234 images/s",
+            "CMCL [new] epoch 4/20 seed 7, loss 1.0000, lr 0.005, 7 images/s",
             "[bold] is not markup here" + " and long lines stay whole" * 9,
         ]
 

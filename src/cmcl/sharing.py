@@ -43,16 +43,17 @@ def share_features(
     checks.features(features, masks)
     if masks is None and mode == "off":
         return list(features)
-    if masks is None and mode == "expected":
-        total = torch.stack(list(features)).sum(0)
-        return [h + prob * (total - h) for h in features]
+    mixed = []
+    for m, own in enumerate(features):
+        for n, h in enumerate(features):
+            if n != m:  # one mask at a time, so that memory stays small
+                own = own + h * (_mask(h, prob, mode, generator) if masks is None else masks[n, m])
+        mixed.append(own)
+    return mixed
 
-    def mask(n: int, m: int) -> Tensor:  # (B, ...): drawn one at a time, so that memory stays small
-        if masks is not None:
-            return masks[n, m]
-        # float32 whatever the features are: bf16 has too few values below 1 for a rate of 0.7
-        h = features[n]
-        return torch.rand(h.shape, device=h.device, dtype=torch.float32, generator=generator) < prob
 
-    everyone = range(len(features))
-    return [sum((features[n] * mask(n, m) for n in everyone if n != m), start=features[m]) for m in everyone]
+def _mask(h: Tensor, prob: float, mode: str, generator: torch.Generator | None) -> Tensor | float:
+    if mode == "expected":
+        return prob
+    # float32 whatever the features are: bf16 has too few values below 1 for a rate of 0.7
+    return torch.rand(h.shape, device=h.device, dtype=torch.float32, generator=generator) < prob

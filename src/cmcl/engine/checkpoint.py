@@ -73,6 +73,7 @@ class Checkpoints:
         path = self.folder / f"step-{step:08d}-{sha256(data).hexdigest()[:12]}.safetensors"
         with needing_room(path), replacing(path) as part:
             part.write_bytes(data)
+        self._damaged.discard(path)  # the same bytes again, whole this time
         self._make_newest(path)
         return path
 
@@ -209,8 +210,9 @@ def _lock(handle: int, folder: Path) -> None:
             stacklevel=4,  # the `with locked(folder)`
         )
     else:
-        os.ftruncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
+        with needing_room(folder / ".lock"):
+            os.ftruncate(handle, 0)
+            os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
 
 
 class Interrupt:

@@ -142,28 +142,45 @@ class Captured:
     """A step in a CUDA graph: what was recorded once is replayed, without Python and without launches.
 
     The calls that warm it up (compilation, autotuning) leave no trace: weights, optimiser, sums and random
-    states are put back.
+    states are put back, also if the step cannot be captured.
     """
 
     def __init__(self, step: Step, *, warm_up: int = 3) -> None:
         self.graph = torch.cuda.CUDAGraph()
         kept, random = [t.clone() for t in step.state()], torch.cuda.get_rng_state()
+        try:
+            self._record(step, warm_up)
+        finally:
+            _renew_generator(random)
+            with torch.no_grad():
+                for tensor, value in zip(step.state(), kept, strict=True):
+                    tensor.copy_(value)
+
+    def _record(self, step: Step, warm_up: int) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(warm_up):
                 step()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self.graph):
+        # thread_local: what other threads do (the compiler's, a data loader's) does not spoil the recording
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             step()
-        with torch.no_grad():
-            for tensor, value in zip(step.state(), kept, strict=True):
-                tensor.copy_(value)
-        torch.cuda.set_rng_state(random)
 
     def __call__(self) -> None:
         """Replay."""
         self.graph.replay()
+
+
+def _renew_generator(state: Tensor) -> None:
+    """Set the CUDA generator's state; afresh, because a failed capture leaves the old one unusable."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    try:
+        generator.set_state(state)
+    except RuntimeError:
+        fresh = torch.Generator(generator.device)
+        fresh.set_state(state)
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def make_optimizer(ensembles: Sequence[Ensemble], recipe: Recipe) -> torch.optim.Optimizer:

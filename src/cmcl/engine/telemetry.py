@@ -1,6 +1,6 @@
 """What a run tells while it goes: JSON lines, TensorBoard, an alarm for dead members, a progress bar.
 
-A row is a dict of JSON values with "epoch", the number of epochs done when it was written.
+A row is a dict of JSON values; "epoch" is the number of epochs done, "seed" tells repeats apart.
 """
 
 import json
@@ -20,6 +20,7 @@ from ..files import replacing
 from .checkpoint import needing_room
 
 FORMATS = {  # the numbers of a row that a person wants to see
+    "seed": "seed {}",
     "loss": "loss {:.4f}",
     "top1": "top-1 {:.2f} %",
     "oracle": "oracle {:.2f} %",
@@ -45,7 +46,8 @@ class Telemetry:
             with needing_room(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
         if self._board:
-            for name, value in _scalars(row):
+            numbers = {key: value for key, value in row.items() if key not in ("epoch", "seed")}
+            for name, value in _scalars(numbers, f"seed-{row['seed']}" if "seed" in row else ""):
                 self._board.add_scalar(name, value, math.ceil(row["epoch"]))  # takes whole steps only
             self._board.flush()
 
@@ -99,7 +101,7 @@ def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     if isinstance(value, dict | list | tuple):
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _scalars(entry, f"{name}/{key}" if name else str(key))
-    elif isinstance(value, int | float) and not isinstance(value, bool) and name != "epoch":
+    elif isinstance(value, int | float) and not isinstance(value, bool):
         yield name, value
 
 

@@ -159,14 +159,12 @@ class Run:
             self.progress.advance(epoch + (state.step - steps.start) / len(steps))
             if self.device.type == "cpu":  # on a GPU, looking would wait for the device
                 self._check_finite(steps.start)
-            if self.interrupt.asked:
-                self._stop()
-            if state.step < steps.stop:
-                self._save_if_due()
+            if state.step < min(steps.stop, self.steps):  # the last one is saved after its report
+                self._save_or_stop()
         self._check_finite(steps.start)
         images = (state.step - first) * self.source.batch_size
         self._report(epoch + 1, images / (time.perf_counter() - begun))
-        self._save_if_due()
+        self._save_or_stop()
 
     def _report(self, epochs: int, images_per_second: float) -> None:
         """Telemetry of the epoch that just ended, a row for each repeat."""
@@ -256,12 +254,13 @@ class Run:
             self.checkpoints.save(self.state.step, self.state.tensors(), facts)
             self.saved_at = time.monotonic()
 
-    def _save_if_due(self) -> None:
-        if time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
+    def _save_or_stop(self) -> None:
+        if self.interrupt.asked or time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
             self._save()
+        if self.interrupt.asked:
+            self._stop()
 
     def _stop(self) -> None:
-        self._save()
         how = "Nothing was saved: no out= folder was given."
         if self.checkpoints is not None:
             how = f"It is saved in {self.checkpoints.folder.parent}: go on with resume=True (--resume)."
