@@ -6,10 +6,12 @@ import pickletools
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import cmcl
 from cmcl import Ensemble
+from cmcl.data.preprocess import ZCA, MeanStd
 
 
 def small():
@@ -224,3 +226,45 @@ class TestDamage:
         path.write_bytes(data)
         with pytest.raises(ValueError, match="is damaged"):
             cmcl.load(saved[1])
+
+
+class TestTransforms:
+    """Raw images in, answers out: the transform of the images travels with the ensemble."""
+
+    def raw(self):
+        return torch.randint(256, (6, 1, 8, 8), dtype=torch.uint8)
+
+    def test_a_small_one_travels(self, saved, tmp_path):
+        ensemble, _ = saved
+        ensemble.transform = MeanStd().fit(self.raw())
+        ensemble.save(tmp_path / "with")
+        images = self.raw()
+        loaded = cmcl.load(tmp_path / "with")
+        assert loaded.transform.checksum == ensemble.transform.checksum
+        assert loaded.predict(images).probs.equal(ensemble.predict(images).probs)
+        assert not loaded.predict(images).probs.equal(loaded.predict(images.float()).probs), (
+            "floats are taken as they are"
+        )
+
+    @pytest.fixture
+    def whitened(self, saved, monkeypatch):
+        ensemble, _ = saved
+        monkeypatch.setattr("cmcl.saving.SMALL", 100)
+        ensemble.transform = ZCA().fit(cmcl.data.load("digits"))
+        return ensemble
+
+    def test_a_large_one_is_named_and_refitted(self, whitened, tmp_path):
+        whitened.save(tmp_path / "with")
+        assert not any(key.startswith("transform") for key in load_file(weights(tmp_path / "with")))
+        images = self.raw()
+        with pytest.raises(
+            ValueError, match="uint8 images must go through a fitted transform.*load the ensemble with root="
+        ):
+            cmcl.load(tmp_path / "with").predict(images)
+        loaded = cmcl.load(tmp_path / "with", root=tmp_path)
+        torch.testing.assert_close(loaded.predict(images).probs, whitened.predict(images).probs)
+
+    def test_a_large_one_travels_on_request(self, whitened, tmp_path):
+        whitened.save(tmp_path / "with", with_transform=True)
+        images = self.raw()
+        assert cmcl.load(tmp_path / "with").predict(images).probs.equal(whitened.predict(images).probs)

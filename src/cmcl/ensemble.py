@@ -98,7 +98,8 @@ class Ensemble(nn.Module):
             return x
         if self.transform is None:
             raise ValueError(
-                "uint8 images must go through a fitted transform. Set ensemble.transform to one."
+                "uint8 images must go through a fitted transform, and this ensemble has none. "
+                "Set ensemble.transform, or load the ensemble with root=, the folder of its data."
             )
         return self.transform.transform(x)
 

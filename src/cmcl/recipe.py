@@ -80,6 +80,7 @@ class Recipe:
             (length > 0, "epochs or steps must be positive", length),
             (self.lr > 0, "lr must be positive", self.lr),
             (0 < self.decay <= 1, "decay must be above 0 and at most 1", self.decay),
+            (self.clip is None or self.clip > 0, "clip must be positive", self.clip),
             (not (self.adversarial and self.sharing), "adversarial training must go without sharing", "both"),
         ]
 
@@ -93,12 +94,12 @@ class Recipe:
             "samples": self.samples,
         }
 
-    def total_steps(self, examples: int) -> int:
-        """Steps of the whole run on so many training examples."""
+    def total_steps(self, examples: int, batch_size: int | None = None) -> int:
+        """Steps of the whole run on so many training examples; a DataLoader has a batch size of its own."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None  # __post_init__ saw to it
-        return math.ceil(self.epochs * examples / self.batch_size)
+        return math.ceil(self.epochs * examples / (batch_size or self.batch_size))
 
     def lr_at(self, step: int, steps: int) -> float:
         """The learning rate of a step of the run."""
@@ -131,6 +132,9 @@ class Recipe:
             del values["samples"]
         if not self.sharing:
             values.pop("share_prob", None)
+        if self.optimizer != "sgd":
+            values.pop("momentum", None)
+            values.pop("nesterov", None)
         if self.method == "ie":
             values.pop("warm_start", None)
             del values["beta"]

@@ -27,8 +27,9 @@ def check(
 
     Returns:
         `counts` by split; `classes`: name -> training images (pixels, for segmentation); `mean` and `std`
-        of the training split on a 0..1 scale; `checksums` of the splits' content; `published`: whether all
-        agrees with what is known of the set (None where nothing is); `notes` for people.
+        of the training split on a 0..1 scale; `checksums` of the splits' content; `published`: whether
+        counts, classes, means and deviations are those of the published set (None where they are not
+        known); `notes` for people: what differs, or that only the files' bytes do, which is fine.
     """
     splits = _load_splits(name, root, options)
     if validation is not None:
@@ -96,7 +97,7 @@ def _other_bytes(facts: Published, root: Path) -> list[str]:
     others = [name for name, path in present.items() if file_md5(path) != facts.files[name]]
     if not others:
         return []
-    return [f"the content is right, but these are not the published bytes: {', '.join(others)}"]
+    return [f"other bytes than the published files: {', '.join(others)}"]
 
 
 def _list(counts: Any) -> str:

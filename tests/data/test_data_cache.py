@@ -1,0 +1,102 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cmcl.data import cache, load
+from cmcl.data.preprocess import GCN, ZCA, Chain, MeanStd
+
+
+@pytest.fixture
+def digits():
+    return load("digits")[:100]
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def never(*_):
+    raise AssertionError("computed although it is in the cache")
+
+
+def test_a_second_call_reads_what_the_first_wrote(tmp_path, digits, monkeypatch):
+    fit = cache.fitted(Chain([GCN(), ZCA()]), digits, tmp_path)
+    first = cache.transformed(fit, digits, tmp_path)
+    assert torch.equal(first.images, fit.transform(digits.images))
+    assert first.targets is digits.targets
+    assert len(files(tmp_path)) == 2
+    monkeypatch.setattr(ZCA, "_fit", never)
+    monkeypatch.setattr(Chain, "_apply", never)
+    again = cache.fitted(Chain([GCN(), ZCA()]), digits, tmp_path)
+    assert again.checksum == fit.checksum
+    assert torch.equal(cache.transformed(again, digits, tmp_path).images, first.images)
+
+
+def test_other_data_and_other_parameters_have_other_files(tmp_path, digits):
+    for transform, data in [
+        (MeanStd(), digits),
+        (MeanStd(), digits[:50]),
+        (ZCA(), digits),
+        (ZCA(0.2), digits),
+    ]:
+        cache.transformed(cache.fitted(transform, data, tmp_path), data, tmp_path)
+    assert len(files(tmp_path)) == 8
+
+
+def test_what_learns_nothing_is_not_stored(tmp_path, digits):
+    cache.fitted(GCN(), digits, tmp_path)
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda b: b[:100], lambda b: b""])
+def test_a_damaged_file_is_built_again(tmp_path, digits, damage):
+    fit = cache.fitted(MeanStd(), digits, tmp_path)
+    expected = cache.transformed(fit, digits, tmp_path).images
+    whole = [path.read_bytes() for path in files(tmp_path)]
+    for path in files(tmp_path):
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.warns(UserWarning, match=r"transforms/.* is damaged: it is built again"):
+        fit = cache.fitted(MeanStd(), digits, tmp_path)
+    with pytest.warns(UserWarning, match=r"images/.* is damaged: it is built again"):
+        rebuilt = cache.transformed(fit, digits, tmp_path).images
+    assert torch.equal(rebuilt, expected)
+    assert [path.read_bytes() for path in files(tmp_path)] == whole
+
+
+def test_a_disk_that_takes_nothing_does_not_stop_the_work(tmp_path, digits):
+    (tmp_path / "preprocessed").write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="going on without a cache"):
+        fit = cache.fitted(MeanStd(), digits, tmp_path)
+    with pytest.warns(UserWarning, match="going on without a cache"):
+        cache.transformed(fit, digits, tmp_path)
+
+
+LIMITED = """
+import resource, sys, warnings
+from cmcl.data import cache, load
+from cmcl.data.preprocess import MeanStd
+digits = load("digits")
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a write beyond fails, as on a full disk
+warnings.simplefilter("ignore")
+fit = MeanStd().fit(digits)
+assert cache.transformed(fit, digits, sys.argv[1]).images.shape == digits.images.shape
+"""
+
+
+def test_a_disk_that_runs_full_leaves_nothing_half_written(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert files(tmp_path) == []
+
+
+def test_the_place_comes_from_the_environment(tmp_path, digits, monkeypatch):
+    monkeypatch.setenv("CMCL_CACHE", str(tmp_path))
+    cache.fitted(MeanStd(), digits)
+    assert len(files(tmp_path / "preprocessed" / "transforms")) == 1

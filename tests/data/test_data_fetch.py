@@ -1,0 +1,226 @@
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from cmcl.data import load, published
+from cmcl.data.fetch import fetch
+
+pytest.importorskip("pooch")
+pytest.importorskip("requests")
+
+
+class Site(ThreadingHTTPServer):
+    """Serves `content` on 127.0.0.1, with the faults that are asked for."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.content = {}
+        self.cut_after = None  # bytes, then the connection is closed
+        self.knows_ranges = True
+        self.requests = []
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Site
+
+    def do_GET(self):
+        wanted = self.headers.get("Range")
+        self.server.requests.append((self.path, wanted))
+        body = self.server.content.get(self.path.lstrip("/"))
+        if body is None:
+            self.send_error(404)
+            return
+        start = (
+            int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and self.server.knows_ranges else 0
+        )
+        if start >= len(body):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        end = len(body) if self.server.cut_after is None else start + self.server.cut_after
+        self.wfile.write(body[start:end])
+
+    def log_message(self, *_):
+        """Silence."""
+
+
+@pytest.fixture
+def site(tmp_path, cifar, monkeypatch):
+    """A site with a small CIFAR-10, published with its true checksum."""
+    source = tmp_path / "source"
+    source.mkdir()
+    content = cifar.write_archive(source).read_bytes()
+    facts = replace(
+        published.PUBLISHED["cifar10"],
+        downloads={"cifar-10-python.tar.gz": hashlib.md5(content).hexdigest()},
+    )
+    monkeypatch.setitem(published.PUBLISHED, "cifar10", facts)
+    with Site() as server:
+        server.content["cifar-10-python.tar.gz"] = content
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "root"
+
+
+def get(site, root):
+    return fetch("cifar10", root=root, site=site.url, progress=False)
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_download_can_be_loaded(site, root):
+    (path,) = get(site, root)
+    assert names(root) == ["cifar-10-python.tar.gz"]
+    assert path.read_bytes() == site.content["cifar-10-python.tar.gz"]
+    assert len(load("cifar10", root=root)) == 100
+
+
+def test_what_is_there_is_not_downloaded_again(site, root):
+    get(site, root)
+    get(site, root)
+    assert len(site.requests) == 1
+
+
+def test_a_cut_connection_is_continued(site, root):
+    site.cut_after = 100_000
+    with pytest.raises(ConnectionError, match=r"must arrive whole. Got [\d,]+ bytes.* it goes on from there"):
+        get(site, root)
+    assert names(root) == ["cifar-10-python.tar.gz.part"]
+    have = (root / "cifar-10-python.tar.gz.part").stat().st_size
+    assert have > 0
+    site.cut_after = None
+    get(site, root)
+    assert site.requests[-1] == ("/cifar-10-python.tar.gz", f"bytes={have}-")
+    assert names(root) == ["cifar-10-python.tar.gz"]
+    assert len(load("cifar10", root=root)) == 100
+
+
+def test_a_site_that_ignores_ranges_sends_all_again(site, root):
+    site.cut_after = 100_000
+    with pytest.raises(ConnectionError):
+        get(site, root)
+    site.cut_after, site.knows_ranges = None, False
+    get(site, root)
+    assert len(load("cifar10", root=root)) == 100
+
+
+def test_a_part_that_is_already_whole(site, root):
+    root.mkdir()
+    (root / "cifar-10-python.tar.gz.part").write_bytes(site.content["cifar-10-python.tar.gz"])
+    get(site, root)
+    assert names(root) == ["cifar-10-python.tar.gz"]
+
+
+def test_a_wrong_checksum_leaves_nothing(site, root):
+    site.content["cifar-10-python.tar.gz"] = b"something else"
+    with pytest.raises(ValueError, match="must have the published checksum. Got other bytes") as caught:
+        get(site, root)
+    assert "\n" not in str(caught.value)
+    assert names(root) == []
+
+
+def test_a_part_of_something_else_is_thrown_away(site, root):
+    root.mkdir()
+    (root / "cifar-10-python.tar.gz.part").write_bytes(b"x" * 100)
+    with pytest.raises(ValueError, match="published checksum"):
+        get(site, root)
+    get(site, root)
+    assert len(load("cifar10", root=root)) == 100
+
+
+def test_a_file_of_the_user_is_never_overwritten(site, root):
+    root.mkdir()
+    (root / "cifar-10-python.tar.gz").write_bytes(b"mine")
+    with pytest.raises(ValueError, match=r"cmcl data check.*move it away"):
+        get(site, root)
+    assert (root / "cifar-10-python.tar.gz").read_bytes() == b"mine"
+
+
+def test_a_missing_page(site, root):
+    site.content.clear()
+    with pytest.raises(ConnectionError, match="404"):
+        get(site, root)
+    assert names(root) == []
+
+
+def test_nobody_answers(root):
+    with pytest.raises(ConnectionError, match="must arrive whole. Got 0 bytes"):
+        fetch("cifar10", root=root, site="http://127.0.0.1:9", progress=False)
+    assert names(root) == []
+
+
+FETCH = """
+import resource, sys
+from dataclasses import replace
+from cmcl.data import published
+from cmcl.data.fetch import fetch
+root, url, md5, limit = sys.argv[1:]
+if int(limit):  # a write beyond this size fails
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+published.PUBLISHED["cifar10"] = replace(
+    published.PUBLISHED["cifar10"], downloads={"cifar-10-python.tar.gz": md5}
+)
+fetch("cifar10", root=root, site=url, progress=False)
+"""
+
+
+def fetch_elsewhere(site, root, limit=0):
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    md5 = hashlib.md5(site.content["cifar-10-python.tar.gz"]).hexdigest()
+    command = [sys.executable, "-c", FETCH, str(root), site.url, md5, str(limit)]
+    return subprocess.run(command, env=env, capture_output=True, text=True)
+
+
+def test_a_file_that_may_not_grow(site, root):
+    result = fetch_elsewhere(site, root, limit=70_000)
+    assert "must be written whole. Got: File too large" in result.stderr.splitlines()[-1]
+    assert names(root) == ["cifar-10-python.tar.gz.part"]
+    get(site, root)
+    assert len(load("cifar10", root=root)) == 100
+
+
+def test_a_full_disk(site, root):
+    """A real one: a file system of 64 KiB."""
+    root.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(root)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting needs an administrator")
+    try:
+        result = fetch_elsewhere(site, root)
+        assert "Got: No space left on device. Make room and run" in result.stderr.splitlines()[-1]
+        assert names(root) == ["cifar-10-python.tar.gz.part"]
+    finally:
+        subprocess.run(["umount", str(root)], check=True)
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(root, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(ImportError, match=r"pip install 'confident-mcl\[fetch\]'"):
+        fetch("cifar10", root=root, progress=False)
+
+
+def test_only_sets_with_a_site_can_be_fetched(root):
+    with pytest.raises(ValueError, match="Got 'digits'. Valid names: cifar10, svhn"):
+        fetch("digits", root=root)

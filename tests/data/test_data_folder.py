@@ -1,0 +1,168 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cmcl.data import load
+
+
+def test_class_folders(tmp_path, write_image):
+    for i in range(3):
+        write_image(tmp_path / "dog" / f"{i}.png", seed=i)
+        write_image(tmp_path / "cat" / f"{i}.png", seed=9 + i)
+    data = load("folder", root=tmp_path)
+    assert data.classes == ("cat", "dog")
+    assert data.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    expected = np.random.default_rng(9).integers(0, 256, (8, 10, 3), dtype=np.uint8)
+    assert (data.images[0].permute(1, 2, 0).numpy() == expected).all()
+
+
+def test_hidden_and_other_files_are_left_out(tmp_path, write_image):
+    write_image(tmp_path / "cat" / "a.PNG")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "cat" / ".DS_Store").write_bytes(b"x")
+    (tmp_path / ".git").mkdir()
+    assert len(load("folder", root=tmp_path)) == 1
+
+
+def test_splits_share_the_numbers_of_the_classes(tmp_path, write_image):
+    for name in ("ant", "bee", "cow"):
+        write_image(tmp_path / "train" / name / "x.png")
+    write_image(tmp_path / "test" / "cow" / "y.png")
+    test = load("folder", split="test", root=tmp_path)
+    assert test.targets.tolist() == [2]
+    write_image(tmp_path / "test" / "dog" / "y.png")
+    with pytest.raises(ValueError, match="classes that train/ lacks: dog"):
+        load("folder", split="test", root=tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "I;16", "I", "F", "YCbCr"])
+def test_every_mode_that_pillow_reads(tmp_path, mode):
+    grey = np.tile(np.linspace(0, 255, 16).astype(np.uint8), (8, 1))
+    image = Image.fromarray(grey)
+    if mode == "I;16":
+        image = Image.fromarray(grey.astype(np.uint16) * 257)
+    elif mode == "I":
+        image = Image.fromarray(grey.astype(np.int32) * 257)
+    else:
+        image = image.convert(mode, dither=Image.Dither.NONE)
+    (tmp_path / "grey").mkdir()
+    image.save(tmp_path / "grey" / f"x.{'tiff' if mode in ('CMYK', 'I', 'F', 'YCbCr') else 'png'}")
+    pixels = load("folder", root=tmp_path).images[0].int()
+    assert pixels.shape == (3, 8, 16)
+    tolerance = 128 if mode == "1" else 3
+    assert (pixels - torch.from_numpy(grey).int()).abs().max() <= tolerance
+
+
+def test_a_palette_with_transparent_colours(tmp_path):
+    image = Image.fromarray(np.array([[0, 1]], np.uint8), mode=None).convert("P")
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    (tmp_path / "a").mkdir()
+    image.save(tmp_path / "a" / "x.png", transparency=bytes([0, 255]))
+    assert load("folder", root=tmp_path).images[0, :, 0, 1].tolist() == [0, 0, 255]
+
+
+def test_grey_on_request(tmp_path, write_image):
+    write_image(tmp_path / "a" / "x.png")
+    assert load("folder", root=tmp_path, mode="L").images.shape == (1, 1, 8, 10)
+
+
+def test_photos_are_turned_upright(tmp_path):
+    image = Image.fromarray(np.array([[0, 255], [0, 255]], np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned a quarter: the left side is really the top
+    (tmp_path / "a").mkdir()
+    image.save(tmp_path / "a" / "x.png", exif=exif)
+    assert load("folder", root=tmp_path, mode="L").images[0, 0].tolist() == [[0, 0], [255, 255]]
+
+
+def test_sizes_must_agree_or_be_given(tmp_path, write_image):
+    write_image(tmp_path / "a" / "x.png", size=(8, 10))
+    write_image(tmp_path / "a" / "y.png", size=(20, 6))
+    with pytest.raises(ValueError, match=r"Got \(8, 10\) and \(20, 6\).*Pass size="):
+        load("folder", root=tmp_path)
+    assert load("folder", root=tmp_path, size=(5, 7)).images.shape == (2, 3, 5, 7)
+    assert load("folder", root=tmp_path, size=4).images.shape == (2, 3, 4, 4)
+    with pytest.raises(ValueError, match=r"positive. Got \(0, 0\)"):
+        load("folder", root=tmp_path, size=0)
+
+
+def test_images_are_resized_bicubically_as_pillow_does(tmp_path, write_image):
+    path = write_image(tmp_path / "a" / "x.png", size=(40, 50))
+    with Image.open(path) as image:
+        expected = np.asarray(image.resize((9, 7), Image.Resampling.BICUBIC))
+    pixels = load("folder", root=tmp_path, size=(7, 9)).images[0].permute(1, 2, 0).numpy()
+    assert (pixels == expected).all()
+
+
+def test_all_broken_files_are_named_at_once(tmp_path, write_image):
+    write_image(tmp_path / "a" / "good.png")
+    cut = write_image(tmp_path / "a" / "cut.png", size=(60, 60))
+    cut.write_bytes(cut.read_bytes()[:2000])
+    (tmp_path / "a" / "empty.jpg").touch()
+    (tmp_path / "a" / "text.jpg").write_text("hello")
+    with pytest.raises(ValueError, match="Got 3 that are not") as caught:
+        load("folder", root=tmp_path)
+    assert "cut.png is damaged" in str(caught.value)
+    assert "empty.jpg is empty" in str(caught.value)
+    assert "text.jpg is not an image" in str(caught.value)
+
+
+def test_no_images_and_no_folder(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match="Got no images. Lay it out as"):
+        load("folder", root=tmp_path)
+    with pytest.raises(FileNotFoundError, match="must hold a folder test/"):
+        load("folder", split="test", root=tmp_path)
+    with pytest.raises(FileNotFoundError, match="must hold a folder train/"):
+        load("folder", root=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("value", [1, 255])
+def test_images_with_masks(tmp_path, write_image, write_mask, value):
+    for name in ("a", "b"):
+        write_image(tmp_path / "images" / f"{name}.jpg", quality=95)
+        write_mask(tmp_path / "masks" / f"{name}.png", value=value)
+    data = load("folder", root=tmp_path)
+    assert data.classes == ("background", "foreground")
+    assert data.targets.dtype == torch.uint8
+    assert data.targets[0, 0].tolist() == [1] * 5 + [0] * 5
+    assert load("folder", root=tmp_path, size=(4, 20)).targets[1, 2].tolist() == [1] * 10 + [0] * 10
+
+
+def test_masks_in_groups(tmp_path, write_image, write_mask):
+    for group in ("sea", "land"):
+        write_image(tmp_path / "images" / group / "x.png")
+        write_mask(tmp_path / "masks" / group / "x.png")
+    assert load("folder", root=tmp_path).groups == ("land", "sea")
+
+
+def test_masks_of_class_numbers(tmp_path, write_image, write_mask):
+    write_image(tmp_path / "images" / "x.png")
+    mask = write_mask(tmp_path / "masks" / "x.png", value=2)
+    with pytest.raises(ValueError, match=r"x.png must hold 0 and 1, or 0 and 255. Got 2. Name all classes"):
+        load("folder", root=tmp_path)
+    data = load("folder", root=tmp_path, classes=["sky", "sea", "ship"])
+    assert data.targets.unique().tolist() == [0, 2]
+    pixels = np.zeros((8, 10), np.uint8)
+    pixels[0] = 255
+    Image.fromarray(pixels).save(mask)
+    assert load("folder", root=tmp_path, classes=["sky", "sea"]).targets[0, 0].unique().tolist() == [255]
+
+
+def test_masks_that_do_not_fit(tmp_path, write_image, write_mask):
+    write_image(tmp_path / "images" / "fits.png")
+    write_mask(tmp_path / "masks" / "fits.png")
+    write_image(tmp_path / "images" / "big.png")
+    write_mask(tmp_path / "masks" / "big.png", size=(9, 10))
+    write_image(tmp_path / "images" / "alone.png")
+    with pytest.raises(ValueError, match="Got 2 that are not") as caught:
+        load("folder", root=tmp_path, size=8)
+    assert "big.png must have the size of its image. Got (9, 10) and (8, 10)" in str(caught.value)
+    assert "alone.png must exist" in str(caught.value)
+
+
+def test_no_read_permission(open_folder, write_image, run_unprivileged):
+    write_image(open_folder / "a" / "x.png").chmod(0)
+    result = run_unprivileged(f"cmcl.data.load('folder', root={str(open_folder)!r})")
+    assert "x.png must be readable. Got no read permission" in result.stderr.strip().splitlines()[-1]

@@ -1,0 +1,276 @@
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cmcl.data import Dataset, load, preprocess, split_validation, steps
+from cmcl.data import transform as transform_module
+from cmcl.data.preprocess import GCN, ZCA, Chain, MeanStd
+
+ALL = [GCN(), GCN(scale=2, by="deviation"), ZCA(bias=0.5), MeanStd(), Chain([GCN(), ZCA()])]
+IDS = ["gcn", "gcn-deviation", "zca", "mean_std", "chain"]
+
+
+def images(n=40, shape=(3, 4, 4), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (n, *shape), generator=generator, dtype=torch.uint8)
+
+
+def fresh(transform):
+    return preprocess.build(transform.parameters())
+
+
+def test_gcn_by_hand():
+    x = torch.tensor([1.0, 3.0, 5.0, 7.0]).view(1, 1, 2, 2)  # minus the mean: -3 -1 1 3, norm sqrt(20)
+    expected = torch.tensor([-3.0, -1.0, 1.0, 3.0])
+    norm = GCN(scale=10).transform(x)
+    assert torch.allclose(norm.flatten(), expected * 10 / math.sqrt(20))
+    deviation = GCN(scale=10, by="deviation").transform(x)
+    assert torch.allclose(deviation.flatten(), expected * 10 / math.sqrt(5))
+
+
+def test_gcn_leaves_a_constant_image_at_zero():
+    assert GCN().transform(torch.full((2, 3, 4, 4), 200, dtype=torch.uint8)).abs().max() == 0
+    assert GCN().transform(torch.full((2, 3, 4, 4), 0.1)).abs().max() < 1e-6
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 1000), scale=st.floats(0.1, 100), shift=st.floats(-50, 50), gain=st.floats(0.1, 10)
+)
+def test_gcn_forgets_brightness_and_contrast(seed, scale, shift, gain):
+    x = images(3, seed=seed).double()
+    y = GCN(scale=scale).transform(x)
+    assert torch.allclose(y.flatten(1).norm(dim=1), torch.full((3,), scale), rtol=1e-5)
+    assert y.flatten(1).mean(1).abs().max() < 1e-4 * scale
+    assert torch.allclose(GCN(scale=scale).transform(gain * x + shift), y, atol=1e-4 * scale)
+
+
+def test_mean_std_by_hand():
+    x = (
+        torch.tensor([[0.0, 4.0], [10.0, 10.0]]).view(2, 2, 1, 1).expand(2, 2, 1, 1)
+    )  # channels: 0,10 and 4,10
+    y = MeanStd().fit(x).transform(x)
+    assert y.flatten().tolist() == [-1, -1, 1, 1]
+
+
+def test_mean_std_of_a_constant_channel():
+    x = torch.full((3, 1, 2, 2), 7, dtype=torch.uint8)
+    assert MeanStd().fit(x).transform(x).abs().max() == 0
+
+
+def test_zca_by_hand():
+    """Two independent pixels of variance 4 and 1: with bias 1 they are divided by sqrt 5 and sqrt 2."""
+    x = torch.tensor([[2.0, 1.0], [2.0, -1.0], [-2.0, 1.0], [-2.0, -1.0]]).view(4, 1, 1, 2) + 9
+    y = ZCA(bias=1).fit(x).transform(x)
+    assert torch.allclose(y[0].flatten(), torch.tensor([2 / math.sqrt(5), 1 / math.sqrt(2)]))
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 1000), bias=st.floats(0.01, 10))
+def test_zca_gives_eigenvalues_e_over_e_plus_bias(seed, bias):
+    x = images(60, (1, 3, 4), seed=seed).double() / 100
+    covariance = torch.cov(x.flatten(1).T, correction=0)
+    e = torch.linalg.eigvalsh(covariance)
+    y = ZCA(bias=bias).fit(x).transform(x).double()
+    whitened = torch.linalg.eigvalsh(torch.cov(y.flatten(1).T, correction=0))
+    assert torch.allclose(whitened, e / (e + bias), atol=1e-5)
+
+
+def test_zca_is_the_one_symmetric_root():
+    transform = ZCA(bias=0.1).fit(images(50).float() / 64)
+    matrix = transform.state()[1]["matrix"].double()
+    assert torch.allclose(matrix, matrix.T, atol=1e-6)
+    covariance = torch.cov((images(50).double() / 64).flatten(1).T, correction=0)
+    inverse = torch.linalg.inv(covariance + 0.1 * torch.eye(48))
+    assert torch.allclose(matrix @ matrix, inverse, atol=1e-4)
+
+
+@pytest.mark.parametrize("transform", ALL, ids=IDS)
+def test_chunks_make_no_difference(transform, monkeypatch):
+    x = images()
+    whole = fresh(transform).fit(x).transform(x)
+    monkeypatch.setattr(transform_module, "_CHUNK_BYTES", 8 * 48 * 7)  # seven images at a time
+    assert torch.allclose(fresh(transform).fit(x).transform(x), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 5, 47, 48])
+def test_the_covariance_is_the_same_in_blocks_of_any_size(block, monkeypatch):
+    x = images()
+    whole = ZCA().fit(x).transform(x)
+    monkeypatch.setattr(steps, "_BLOCK", block)
+    assert torch.allclose(ZCA().fit(x).transform(x), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", ALL, ids=IDS)
+def test_uint8_and_float_images_give_the_same_float32(transform):
+    x = images()
+    fitted = fresh(transform).fit(x)
+    assert fitted.transform(x).dtype == torch.float32
+    assert torch.equal(fitted.transform(x), fitted.transform(x.double()))
+    assert fitted.transform(x[:0]).shape == (0, 3, 4, 4)
+
+
+@pytest.mark.parametrize("transform", [ZCA(bias=0.1), MeanStd(), Chain([MeanStd(), ZCA()])])
+def test_inverse_brings_the_images_back(transform):
+    x = images(100)
+    fitted = fresh(transform).fit(x)
+    assert torch.allclose(fitted.inverse(fitted.transform(x)), x.float(), atol=0.01)
+
+
+def test_gcn_has_no_inverse_and_says_what_to_do():
+    chain = Chain([GCN(), ZCA()]).fit(images())
+    y = chain.transform(images())
+    with pytest.raises(ValueError, match=r"chain.steps\[-1\].inverse"):
+        chain.inverse(y)
+    assert torch.allclose(chain.steps[-1].inverse(y), GCN().transform(images()), atol=1e-3)
+
+
+def test_a_chain_fits_each_step_to_what_the_earlier_ones_give():
+    x = images()
+    chain = Chain([GCN(), ZCA()]).fit(x)
+    gcn = GCN().transform(x)
+    assert torch.allclose(chain.transform(x), ZCA().fit(gcn).transform(gcn), atol=1e-5)
+    assert [step.source for step in chain.steps] == [None, chain.source]
+
+
+@pytest.mark.parametrize("transform", ALL, ids=IDS)
+def test_saving_and_loading(tmp_path, transform):
+    x = images()
+    fitted = fresh(transform).fit(x)
+    fitted.save(tmp_path / "t.safetensors")
+    loaded = preprocess.load(tmp_path / "t.safetensors")
+    assert type(loaded) is type(fitted)
+    assert loaded.checksum == fitted.checksum
+    assert loaded.nbytes == fitted.nbytes
+    assert torch.equal(loaded.transform(x), fitted.transform(x))
+    assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
+
+
+@pytest.mark.parametrize("transform", ALL, ids=IDS)
+def test_state_is_json_and_tensors(transform):
+    x = images()
+    config, tensors = fresh(transform).fit(x).state()
+    again = preprocess.from_state(json.loads(json.dumps(config)), tensors)
+    assert again.checksum == config["checksum"]
+    assert torch.equal(again.transform(x), fresh(transform).fit(x).transform(x))
+
+
+def test_checksum_names_parameters_and_data():
+    one, two = Dataset(images(), torch.zeros(40).long(), ("a",)), images(seed=1)
+    assert ZCA().fit(one).checksum == ZCA().fit(one).checksum
+    assert ZCA().fit(one).checksum == ZCA().checksum_for(one.checksum)
+    assert len({ZCA().fit(one).checksum, ZCA(0.2).fit(one).checksum, ZCA().fit(two).checksum}) == 3
+    assert GCN().fit(one).checksum == GCN().fit(two).checksum == GCN().checksum
+
+
+def test_damaged_files_are_refused(tmp_path):
+    path = tmp_path / "t.safetensors"
+    MeanStd().fit(images()).save(path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="must agree with its checksum"):
+        preprocess.load(path)
+    path.write_bytes(content[:50])
+    with pytest.raises(ValueError, match="must be a saved transform"):
+        preprocess.load(path)
+    with pytest.raises(FileNotFoundError, match="must exist"):
+        preprocess.load(tmp_path / "none")
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "t.safetensors"
+    MeanStd().fit(images()).save(path)
+    before = path.read_bytes()
+
+    def full(tensors, target, metadata):
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(transform_module, "save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        ZCA().fit(images()).save(path)
+    assert path.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_refit_from_the_config_alone():
+    train, _ = split_validation(load("digits"), 0.2, seed=5)
+    fitted = Chain([GCN(), ZCA()]).fit(train)
+    config = json.loads(json.dumps(fitted.state()[0]))
+    again = preprocess.refit(config)
+    assert again.checksum == fitted.checksum
+    assert torch.allclose(again.transform(train.images), fitted.transform(train.images), atol=1e-4)
+    assert preprocess.refit(GCN(scale=3).state()[0]).scale == 3
+
+
+def test_refit_refuses_other_data_and_other_numbers(tmp_path, cifar):
+    fitted = MeanStd().fit(load("cifar10", root=cifar.write(tmp_path)))
+    config = fitted.state()[0]
+    assert preprocess.refit(config, tmp_path).checksum == fitted.checksum
+    cifar.data["data_batch_1"][0, 0] ^= 1
+    with pytest.raises(ValueError, match=r"those of the first fit \(cifar10"):
+        preprocess.refit(config, cifar.write(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"mean of the refitted transform must have norm 1000. Got"):
+        preprocess.refit(config | {"norms": {"mean": 1000.0}}, tmp_path)
+    with pytest.raises(ValueError, match="Got one fitted on arrays"):
+        preprocess.refit(MeanStd().fit(images()).state()[0])
+
+
+def test_presets_and_unknown_kinds():
+    assert preprocess.PRESETS["gcn_zca"]().parameters()["steps"][0] == {
+        "kind": "gcn",
+        "scale": 55.0,
+        "by": "norm",
+    }
+    with pytest.raises(ValueError, match="Got 'zcaa'. Did you mean 'zca'"):
+        preprocess.build({"kind": "zcaa"})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: ZCA().transform(images()), ValueError, "zca must be fitted first"),
+        (lambda: ZCA().checksum, ValueError, "must be fitted first"),
+        (lambda: ZCA().fit(images()[:0]), ValueError, "at least one image"),
+        (lambda: ZCA(bias=0), ValueError, "bias must be positive. Got 0"),
+        (lambda: GCN(scale=-1), ValueError, "scale must be positive"),
+        (lambda: GCN(by="range"), ValueError, "'norm' or 'deviation'. Got 'range'"),
+        (lambda: Chain([]), ValueError, "at least one transform"),
+        (lambda: GCN().transform(torch.zeros(3, 4)), ValueError, r"Got \(3, 4\)"),
+        (lambda: GCN().transform(torch.zeros(1, 1, 2, 2).int()), TypeError, "Got torch.int32"),
+        (lambda: ZCA().fit(torch.full((2, 1, 2, 2), math.nan)), ValueError, "finite"),
+        (lambda: ZCA().fit(torch.zeros(1, 3, 75, 125)), ValueError, "at most 16384 values each. Got 28125"),
+        (
+            lambda: ZCA().fit(images()).transform(images(shape=(3, 5, 5))),
+            ValueError,
+            "48 values each.* Got 75",
+        ),
+        (
+            lambda: MeanStd().fit(images()).transform(images(shape=(1, 4, 4))),
+            ValueError,
+            "3 channels.* Got 1",
+        ),
+    ],
+)
+def test_mistakes_are_explained(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("transform", ALL, ids=IDS)
+def test_the_gpu_gives_the_same(transform):
+    x = images(100)
+    fitted = fresh(transform).fit(x.cuda())
+    assert fitted.transform(x.cuda()).device.type == "cuda"
+    assert fitted.transform(x).device.type == "cpu"
+    with torch.autocast("cuda"):
+        half = fitted.transform(x.cuda())
+    assert half.dtype == torch.float32
+    assert torch.allclose(half.cpu(), fitted.to("cpu").transform(x), atol=1e-5)
