@@ -8,9 +8,12 @@ import math
 import os
 from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def members(logits: Tensor) -> int:
@@ -133,6 +136,16 @@ def outputs(given: list[Tensor]) -> list[Tensor]:
                 f"Got {tuple(given[0].shape)} from member 0 and {tuple(output.shape)} from member {m}."
             )
     return given
+
+
+def fitted(transform: T | None) -> T:
+    """Raw images need a transform."""
+    if transform is None:
+        raise ValueError(
+            "uint8 images must go through a fitted transform, and this ensemble has none. "
+            "Set ensemble.transform, or load the ensemble with root=, the folder of its data."
+        )
+    return transform
 
 
 def positive(name: str, value: int) -> None:

@@ -94,14 +94,7 @@ class Ensemble(nn.Module):
 
     def transformed(self, x: Tensor) -> Tensor:
         """Images as the networks see them: raw ones, uint8, go through `self.transform`."""
-        if x.dtype != torch.uint8:
-            return x
-        if self.transform is None:
-            raise ValueError(
-                "uint8 images must go through a fitted transform, and this ensemble has none. "
-                "Set ensemble.transform, or load the ensemble with root=, the folder of its data."
-            )
-        return self.transform.transform(x)
+        return checks.fitted(self.transform).transform(x) if x.dtype == torch.uint8 else x
 
     def save(self, path: str | Path, *, with_transform: bool = False) -> None:
         """Write a folder that `cmcl.load` reads: config.json and safetensors, never a pickle.

@@ -89,9 +89,13 @@ class Loaded:
         return range(epoch * len(self.loader), (epoch + 1) * len(self.loader))
 
     def begin(self, epoch: int, step: int) -> None:
-        """Start the loader's epoch, and skip what was done before; its order follows its own generator."""
-        if self.loader.generator is not None:
-            self.loader.generator.manual_seed(epoch_seed(self.seeds[0], epoch))
+        """Start the loader's epoch, and skip what was done before.
+
+        Its order follows (seed, epoch), and so do augmentations that draw from torch's CPU generator.
+        """
+        for generator in (self.loader.generator, torch.default_generator):
+            if generator is not None:
+                generator.manual_seed(epoch_seed(self.seeds[0], epoch))
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
         self._iterator = iter(self.loader)

@@ -106,9 +106,11 @@ class Step:
         if self.randomness is None:
             yield
             return
+        outside = torch.get_rng_state()  # a DataLoader's augmentations draw from it
         torch.set_rng_state(self.randomness[repeat])
         yield
         self.randomness[repeat] = torch.get_rng_state()
+        torch.set_rng_state(outside)
 
 
 def _measure(
