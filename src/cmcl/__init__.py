@@ -3,12 +3,13 @@
 The public names, loaded when they are first used, so that `import cmcl` costs nothing.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import attach
 
 __version__ = "0.1.0"
 
-_HOME = {  # public name -> module that defines it
+_HOME = {  # public name -> module that defines it; "": it is a module
     "confident_oracle_loss": "objectives",
     "independent_loss": "objectives",
     "oracle_loss": "objectives",
@@ -21,10 +22,13 @@ _HOME = {  # public name -> module that defines it
     "Options": "engine",
     "fit": "engine",
     "evaluate": "engine",
+    "metrics": "",
+    "networks": "",
+    "data": "",
 }
-_MODULES = ("metrics", "networks", "data")
 
-__all__ = ["__version__", *_HOME, *_MODULES]
+__getattr__, __dir__ = attach(__name__, _HOME)
+__all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from . import data as data
@@ -42,18 +46,3 @@ if TYPE_CHECKING:
     from .recipe import Recipe as Recipe
     from .saving import load as load
     from .sharing import share_features as share_features
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    elif name in _MODULES:
-        value = import_module(f".{name}", __name__)
-    else:
-        raise AttributeError(f"module 'cmcl' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -41,7 +41,7 @@ def data_fetch(
     site: Annotated[str | None, typer.Option(help="Another address that serves the same files.")] = None,
 ) -> None:
     """Download a set from its own site; a download that was cut off goes on."""
-    from .data.fetch import fetch
+    from .data import fetch
 
     for path in fetch(name, root=root, site=site):
         typer.echo(path)
@@ -61,7 +61,7 @@ def data_check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Load a set and print counts, class histogram, channel means and deviations."""
-    from .data.check import check
+    from .data import check
 
     report = check(name, root=root, validation=validation, seed=seed, **_options(option or []))
     typer.echo(json.dumps(report, indent=2) if as_json else _describe(report))

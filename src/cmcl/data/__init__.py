@@ -1,22 +1,24 @@
 """Data: files in, one `Dataset` out; preprocessing, caching and batches. Loaded when first used."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy import attach
 from .sets import DATASETS, load, load_recipe
 
-_HOME = {  # public name -> module that defines it
+_HOME = {  # public name -> module that defines it; "": it is a module
     "Batches": "batches",
     "Dataset": "dataset",
     "as_batches": "batches",
-    "check": "check",
-    "fetch": "fetch",
+    "check": "checking",
+    "fetch": "fetching",
     "from_arrays": "arrays",
     "split_validation": "dataset",
+    "cache": "",
+    "preprocess": "",
 }
-_MODULES = ("cache", "preprocess")
 
-__all__ = ["DATASETS", "load", "load_recipe", *_HOME, *_MODULES]
+__getattr__, __dir__ = attach(__name__, _HOME)
+__all__ = ["DATASETS", "load", "load_recipe", *_HOME]
 
 if TYPE_CHECKING:
     from . import cache as cache
@@ -24,22 +26,7 @@ if TYPE_CHECKING:
     from .arrays import from_arrays as from_arrays
     from .batches import Batches as Batches
     from .batches import as_batches as as_batches
-    from .check import check as check
+    from .checking import check as check
     from .dataset import Dataset as Dataset
     from .dataset import split_validation as split_validation
-    from .fetch import fetch as fetch
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    elif name in _MODULES:
-        value = import_module(f".{name}", __name__)
-    else:
-        raise AttributeError(f"module 'cmcl.data' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    from .fetching import fetch as fetch

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .dataset import IGNORE, Dataset, split_validation
-from .fetch import file_md5
+from .fetching import file_md5
 from .files import data_root
 from .preprocess import MeanStd
 from .published import PUBLISHED, Published
