@@ -1,7 +1,8 @@
 """Time and memory of the data layer on the real sets: CMCL_DATA=DIR python benchmarks/data.py
 
 Each row runs in a process of its own. `peak` is the highest memory above what the process held before, also
-as a multiple of the bytes that the call returns. The files are read once beforehand, so that times are warm.
+as a multiple of the bytes that the call returns; CPU seconds are those of all threads together. The files are
+read once beforehand, so that times are warm.
 """
 
 import os
@@ -47,12 +48,13 @@ def measure(key: str) -> None:
     """Print one row."""
     data: Dataset | None = load("cifar10") if key == "whiten" else None
     torch.eye(64, dtype=torch.float64) @ torch.eye(64, dtype=torch.float64)  # threads and libraries are up
-    before, start = _resident(), time.perf_counter()
+    before, start, cpu_start = _resident(), time.perf_counter(), time.process_time()
     images = whiten(data) if data else load(key).images
-    seconds, above = time.perf_counter() - start, peak() - before
+    seconds, cpu, above = time.perf_counter() - start, time.process_time() - cpu_start, peak() - before
     ratio = f"{above / images.nbytes:.2f}x of {images.nbytes / 2**20:,.0f} MiB"
     row = ROWS[key]
-    print(f"{row.name:<44}{seconds:>7.2f} s  {above / 2**30:>5.2f} GiB  {ratio:<20}  limit {row.limit}")
+    times = f"{seconds:>7.2f} s  {cpu:>6.2f} s CPU"
+    print(f"{row.name:<44}{times}  {above / 2**30:>5.2f} GiB  {ratio:<20}  limit {row.limit}")
 
 
 def _resident() -> int:
@@ -86,7 +88,9 @@ def main() -> None:
     """Run every row twice and print the second: the first warms the disk's cache."""
     print("$ CMCL_DATA=DIR python benchmarks/data.py")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
-    print(f"torch {torch.__version__}, {device}")
+    print(
+        f"torch {torch.__version__}, {device}, load of other work before the start: {os.getloadavg()[0]:.1f}"
+    )
     for key in ROWS:
         command = [sys.executable, __file__, key]
         if key != "whiten":

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from cmcl.data import check, published
-from cmcl.data.fetch import file_md5
+from cmcl.data.fetching import file_md5
 
 
 def test_counts_histogram_and_statistics(tmp_path, cifar):

@@ -105,6 +105,17 @@ def test_an_archive_cut_in_half(tmp_path, cifar):
         load("cifar10", root=tmp_path)
 
 
+def test_a_binary_archive_cut_in_half_or_changed(tmp_path, cifar):
+    archive = cifar.write_archive(
+        tmp_path, cifar.binary_files(), "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
+    )
+    content = archive.read_bytes()
+    for damaged in (content[: len(content) // 2], content[:-8] + bytes(8)):
+        archive.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"must be a whole .tar.gz. Got a damaged one"):
+            load("cifar10", root=tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"no archive at all", b"\x1f\x8b\x08\x00" + bytes(40)])
 def test_something_else_than_an_archive(tmp_path, content):
     (tmp_path / "cifar-10-python.tar.gz").write_bytes(content)

@@ -22,6 +22,8 @@ def test_length_items_slices_and_subsets():
     assert data[1:3].targets.tolist() == [1, 2]
     assert data[::-2].targets.tolist() == [2, 0, 1]
     assert data.subset([5, 0]).images[:, 0, 0, 0].tolist() == [20, 0]
+    assert data.subset(data.targets == 1).images[:, 0, 0, 0].tolist() == [4, 16]
+    assert len(data.subset([])) == 0
 
 
 def test_subset_carries_its_groups():

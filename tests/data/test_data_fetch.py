@@ -9,8 +9,9 @@ from threading import Thread
 
 import pytest
 
+from cmcl import cli
 from cmcl.data import load, published
-from cmcl.data.fetch import fetch
+from cmcl.data.fetching import fetch
 
 pytest.importorskip("pooch")
 pytest.importorskip("requests")
@@ -97,6 +98,18 @@ def test_a_download_can_be_loaded(site, root):
     assert len(load("cifar10", root=root)) == 100
 
 
+def test_the_command(site, root, monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys, "argv", ["cmcl", "data", "fetch", "cifar10", "--root", str(root), "--site", site.url]
+    )
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    out, err = capsys.readouterr()
+    assert out == f"{root / 'cifar-10-python.tar.gz'}\n"
+    assert "cifar-10-python.tar.gz" in err  # the bar
+
+
 def test_what_is_there_is_not_downloaded_again(site, root):
     get(site, root)
     get(site, root)
@@ -175,7 +188,7 @@ FETCH = """
 import resource, sys
 from dataclasses import replace
 from cmcl.data import published
-from cmcl.data.fetch import fetch
+from cmcl.data.fetching import fetch
 root, url, md5, limit = sys.argv[1:]
 if int(limit):  # a write beyond this size fails
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))

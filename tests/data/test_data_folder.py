@@ -65,6 +65,8 @@ def test_a_palette_with_transparent_colours(tmp_path):
 def test_grey_on_request(tmp_path, write_image):
     write_image(tmp_path / "a" / "x.png")
     assert load("folder", root=tmp_path, mode="L").images.shape == (1, 1, 8, 10)
+    with pytest.raises(ValueError, match="'RGB' or 'L'. Got 'rgb'"):
+        load("folder", root=tmp_path, mode="rgb")
 
 
 def test_photos_are_turned_upright(tmp_path):

@@ -1,6 +1,8 @@
 """The real sets: run with CMCL_DATA naming the folder that holds them."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,25 @@ def test_icoseg(orientation, count):
     assert set(train.targets.unique().tolist()) == {0, 1}
     seen = {image.numpy().tobytes() for image in train.images}
     assert not any(image.numpy().tobytes() in seen for image in test.images)
+
+
+MEMORY = """
+import resource, sys
+from cmcl.data import cifar10, load, svhn
+load("digits")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+images = load(sys.argv[1]).images
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / images.nbytes)
+"""
+
+
+@real("svhn")
+@pytest.mark.parametrize(("name", "limit"), [("cifar10", 1.5), ("svhn", 2.2)])
+def test_memory_while_loading(name, limit):
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, "-c", MEMORY, name]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert float(result.stdout) <= limit
 
 
 @pytest.fixture(scope="module")

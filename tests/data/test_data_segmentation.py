@@ -17,9 +17,9 @@ def icoseg(tmp_path, write_image, write_mask):
         write_mask(root / "ground_truth" / group / f"{name}.png", size)
         return image
 
-    for group in ("001 bears", "002 kites"):
+    for g, group in enumerate(("001 bears", "002 kites")):
         for i in range(10):
-            write(group, f"{i}", (300, 500), seed=hash(group) % 1000 + i)
+            write(group, f"{i}", (300, 500), seed=10 * g + i)
     write("001 bears", "upright", (500, 300), seed=77)
     write("002 kites", "small", (299, 500), seed=78)
     return root

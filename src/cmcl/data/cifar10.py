@@ -1,11 +1,13 @@
 """CIFAR-10 (Krizhevsky 2009): the python and the binary version, unpacked or as the .tar.gz downloaded."""
 
+import gzip
 import tarfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -52,12 +54,13 @@ def load(split: str = "train", root: str | Path | None = None) -> Dataset:
     wanted = version.batches[split]
     joined = _Joined(len(wanted))
     classes: tuple[str, ...] = ()
-    for name, file in _members(place, (*wanted, version.names)):
-        where = f"{place.name}/{name}"
-        if name == version.names:
-            classes = _read_classes(file, where)
-        else:
-            joined.put(wanted.index(name), _read_batch(file, where), where)
+    with _intact(place):
+        for name, file in _members(place, (*wanted, version.names)):
+            where = f"{place.name}/{name}"
+            if name == version.names:
+                classes = _read_classes(file, where)
+            else:
+                joined.put(wanted.index(name), _read_batch(file, where), where)
     return Dataset(joined.images, joined.targets, classes, split, str(place))
 
 
@@ -103,21 +106,28 @@ def _members(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryI
 
 def _archive_members(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
     missing = set(names)
-    try:
-        # Read once from front to back; nothing is written to disk.
-        with open_binary(place, cure=CURE) as file, tarfile.open(fileobj=file, mode="r:gz") as archive:
-            for member in archive:
-                name = Path(member.name).name
-                content = archive.extractfile(member) if name in missing else None
-                if content is not None:
-                    missing.remove(name)
-                    yield name, content  # type: ignore[misc]  # IO[bytes] has all that is used here
-    except (tarfile.TarError, EOFError, zlib.error) as error:
-        message = f"{place} must be a whole .tar.gz. Got a damaged one ({error}). Delete it. {CURE}"
-        raise ValueError(message) from None
+    # Read once from front to back; nothing is written to disk.
+    with open_binary(place, cure=CURE) as file, tarfile.open(fileobj=file, mode="r:gz") as archive:
+        for member in archive:
+            name = Path(member.name).name
+            if name in missing and member.isfile():
+                missing.remove(name)
+                yield name, cast(BinaryIO, archive.extractfile(member))
+        while cast(BinaryIO, archive.fileobj).read(1 << 16):
+            pass  # on to the very end, where gzip compares its checksum
     if missing:
         message = f"{place} must hold {', '.join(names)}. Got none named {', '.join(sorted(missing))}. {CURE}"
         raise FileNotFoundError(message)
+
+
+@contextmanager
+def _intact(place: Path) -> Iterator[None]:
+    """Damage to an archive shows in many ways, and anywhere while it is read."""
+    try:
+        yield
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        message = f"{place} must be a whole .tar.gz. Got a damaged one ({error}). Delete it. {CURE}"
+        raise ValueError(message) from None
 
 
 def _read_batch(file: BinaryIO, where: str) -> Batch:

@@ -55,8 +55,9 @@ class Dataset:
         return self.images[index], self.targets[index]
 
     def subset(self, indices: Sequence[int] | Tensor, *, split: str | None = None) -> "Dataset":
-        """The images at these positions, in this order."""
-        positions = torch.as_tensor(indices, dtype=torch.long)
+        """The images at these positions, in this order; or those where a mask of booleans is true."""
+        positions = torch.as_tensor(indices)
+        positions = positions.nonzero().flatten() if positions.dtype == torch.bool else positions.long()
         groups = self.groups and tuple(self.groups[i] for i in positions.tolist())
         return replace(
             self,
@@ -87,8 +88,8 @@ def split_validation(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[
 def _with_part(whole: Dataset, part: Dataset, fraction: float, seed: int) -> Dataset:
     if whole.recipe is None:
         return part
-    hold_out = {"fraction": fraction, "seed": seed, "part": part.split}
-    return replace(part, recipe={**whole.recipe, "hold_out": hold_out})
+    choice = {"fraction": fraction, "seed": seed, "part": part.split}
+    return replace(part, recipe={**whole.recipe, "hold_out": choice})
 
 
 def hold_out(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .dataset import Dataset
 from .files import data_root
-from .pictures import Picture, Size, image_files, mask_of, read_classes, read_segmentation
+from .pictures import Picture, Size, image_files, masked_pictures, read_classes, read_segmentation
 
 SPLITS = ("train", "validation", "test")
 LAYOUT = (
@@ -35,6 +35,8 @@ def load(
         mode: "RGB", or "L" for grey.
         classes: for masks that hold class numbers: the names of 0, 1, ...
     """
+    if mode not in {"RGB", "L"}:
+        raise ValueError(f"mode must be 'RGB' or 'L'. Got {mode!r}.")
     whole, shape = data_root(root), _height_and_width(size)
     folder = _split_folder(whole, split)
     if (folder / "images").is_dir() and (folder / "masks").is_dir():
@@ -69,13 +71,9 @@ def _class_folders(folder: Path) -> list[str]:
 
 def _masked(folder: Path) -> list[Picture]:
     images, masks = folder / "images", folder / "masks"
-    groups = _class_folders(images)
-    inside = [
-        Picture(image, group, mask_of(image, masks / group))
-        for group in groups
-        for image in image_files(images / group)
-    ]
-    pictures = inside + [Picture(image, "all", mask_of(image, masks)) for image in image_files(images)]
+    pictures = masked_pictures(images, masks, "all")
+    for group in _class_folders(images):
+        pictures += masked_pictures(images / group, masks / group, group)
     if not pictures:
         raise ValueError(f"{images} must hold images. Got none. {LAYOUT}")
     return pictures

@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from .dataset import Dataset, hold_out
 from .files import data_root
-from .pictures import Picture, Size, collect, image_files, image_size, mask_of, read_segmentation
+from .pictures import Picture, Size, collect, image_size, masked_pictures, read_segmentation
 
 SPLITS = ("train", "test")
 CURE = "The set's site is http://chenlab.ece.cornell.edu/projects/touch-coseg/."
@@ -55,12 +56,9 @@ def _find(folder: Path) -> list[Picture]:
             f"{folder} must hold images/ and ground_truth/ with one folder per group. Got no such folders."
         )
         raise FileNotFoundError(f"{message} {CURE}")
-    return [
-        Picture(image, group.name, mask_of(image, folder / "ground_truth" / group.name))
-        for group in sorted((folder / "images").iterdir())
-        if group.is_dir()
-        for image in image_files(group)
-    ]
+    groups = sorted(path for path in (folder / "images").iterdir() if path.is_dir())
+    found = (masked_pictures(group, folder / "ground_truth" / group.name, group.name) for group in groups)
+    return list(chain.from_iterable(found))
 
 
 def _large_enough(pictures: list[Picture], orientation: str) -> list[Picture]:

@@ -24,9 +24,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FOREGROUND = ("background", "foreground")
-_ORIENTATION = (
-    0x0112  # the tag by which cameras tell how to turn a photo; from 5 on, width and height change places
-)
+_ORIENTATION = 0x0112  # how a camera wants its photo turned; from 5 on, width and height change places
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,14 @@ def image_files(folder: Path) -> list[Path]:
     return sorted(path for path in files if path.suffix.lower() in known)
 
 
-def mask_of(image: Path, masks: Path) -> Path:
-    """The mask with the image's name; a .png if there is none at all, for the error to name."""
-    found = [path for path in masks.glob("*") if path.stem == image.stem] if masks.is_dir() else []
-    return found[0] if found else masks / f"{image.stem}.png"
+def masked_pictures(images: Path, masks: Path, label: str) -> list[Picture]:
+    """The images of a folder with the masks of the same names in another."""
+    found = {path.stem: path for path in masks.iterdir()} if masks.is_dir() else {}
+    # where there is none, an error will ask for a .png
+    return [
+        Picture(image, label, found.get(image.stem, masks / f"{image.stem}.png"))
+        for image in image_files(images)
+    ]
 
 
 def read_classes(
@@ -120,11 +122,13 @@ def image_size(picture: Picture) -> Size:
     """Size of the image as shown; its mask must have the same. Reads no pixels."""
     with _opened(picture.image) as image:
         size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) < 5 else image.size
-    if picture.mask is not None:
-        with _opened(picture.mask) as mask:
-            if mask.size[::-1] != size:
-                got = f"Got {mask.size[::-1]} and {size}"
-                raise ValueError(f"{picture.mask} must have the size of its image. {got}. Correct the mask.")
+    if picture.mask is None:
+        return size
+    with _opened(picture.mask) as mask:
+        mask_size = mask.size[::-1]
+    if mask_size != size:
+        got = f"Got {mask_size} and {size}"
+        raise ValueError(f"{picture.mask} must have the size of its image. {got}. Correct the mask.")
     return size
 
 
@@ -169,7 +173,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
                 yield image
         except UnidentifiedImageError:
             raise ValueError(f"{path} is not an image that Pillow reads") from None
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        except Exception as error:  # a damaged image can raise nearly anything
             raise ValueError(f"{path} is damaged ({error})") from None
 
 
