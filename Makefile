@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch -e '.[fetch]' --group dev
 	touch $@
 
-constraints: $(READY)    ## write down the exact versions that are installed now
+constraints:             ## write down the exact versions that are installed now
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' | grep -v '^setuptools==' > constraints.txt
 	touch $(READY)
 
