@@ -356,7 +356,7 @@ WRONG = {
     "logits empty": (dict(logits=torch.zeros(5, 0, 3)), ValueError, "none of them 0"),
     "logits integer": (dict(logits=torch.zeros(5, 4, 3, dtype=torch.long)), TypeError, "logits must be a floating-point"),
     "logits a list": (dict(logits=[1.0]), TypeError, "logits must be a floating-point tensor. Got list"),
-    "logits NaN": (dict(logits=torch.full((5, 4, 3), math.nan)), ValueError, r"NaN from member \[0, 1, 2, 3, 4\]"),
+    "logits NaN": (dict(logits=torch.full((5, 4, 3), math.nan)), ValueError, r"NaN or \+inf. Got that from member \[0, 1, 2, 3, 4\]"),
     "one class": (dict(logits=torch.zeros(5, 4, 1)), ValueError, "at least 2 classes"),
     "targets too long": (dict(targets=torch.zeros(5, dtype=torch.long)), ValueError, r"targets must have shape \(4,\).*Got \(5,\)"),
     "targets float": (dict(targets=torch.zeros(4)), TypeError, "targets must be class indices"),

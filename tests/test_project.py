@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "cmcl"
 
 # A module imports only from those before it.
 ORDER = [
-    *("lazy", "files", "checks", "recipe"),
+    *("lazy", "files", "checks", "modes", "recipe"),
     *("objectives", "sharing", "metrics", "networks", "data"),
     *("split", "members", "ensemble", "saving", "adversarial"),
     *("engine", "experiments", "report", "estimator", "export", "cli"),

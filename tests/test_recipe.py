@@ -115,7 +115,10 @@ class TestSchedule:
     ("changes", "objective"),
     [
         (dict(method="ie"), dict(beta=0.75, overlap=5, labels="exact", samples=1)),
-        (dict(method="ie", overlap=2, labels="sampled"), dict(beta=0.75, overlap=5, labels="exact", samples=1)),
+        (
+            dict(method="ie", overlap=2, labels="sampled"),
+            dict(beta=0.75, overlap=5, labels="exact", samples=1),
+        ),
         (dict(method="mcl", overlap=2), dict(beta=0.0, overlap=2, labels="exact", samples=1)),
         (dict(method="mcl", labels="sampled"), dict(beta=0.0, overlap=1, labels="exact", samples=1)),
         (
@@ -185,7 +188,11 @@ class TestHash:
         code = "import sys, cmcl; print(cmcl.Recipe(epochs=10).hash); sys.exit('torch' in sys.modules)"
         source = str(Path(cmcl.__file__).parents[1])
         run = subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True, env={"PYTHONPATH": source}
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": source},
         )
         assert run.stdout.strip() == BASE.hash
 
@@ -205,7 +212,9 @@ class TestJson:
         assert back.drops == ((30, 0.1), (0.75, 0.2))
 
     def test_what_a_later_version_wrote(self):
-        with pytest.raises(ValueError, match="recipe fields must be known to this version. Got speed, wings."):
+        with pytest.raises(
+            ValueError, match="recipe fields must be known to this version. Got speed, wings."
+        ):
             Recipe.from_json({**BASE.to_json(), "wings": 2, "speed": 9})
 
     def test_what_an_earlier_version_did_not_write(self):

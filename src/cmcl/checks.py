@@ -6,7 +6,8 @@ CPU tensors, or everywhere with CMCL_DEBUG=1, because on a GPU it would wait for
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import TypeVar
 
@@ -75,7 +76,7 @@ def labels(drawn: Tensor, logits: Tensor) -> None:
         )
 
 
-def unreduced(values: Tensor, like: Tensor) -> None:
+def unreduced(values: Tensor, like: Tensor) -> Tensor:
     """A task loss must keep one value per example (and pixel)."""
     if not isinstance(values, Tensor):
         raise TypeError(f"task must return a tensor. Got {kind(values)}.")
@@ -84,18 +85,17 @@ def unreduced(values: Tensor, like: Tensor) -> None:
             f"task must return unreduced values of shape {tuple(like.shape)}. Got {tuple(values.shape)}; "
             'pass reduction="none" to the loss.'
         )
+    return values
 
 
 def values(logits: Tensor, targets: Tensor, ignore_index: int | None, *, own_task: bool) -> None:
     """NaN logits and labels outside the classes, where looking is free."""
     if not _may_look(logits):
         return
-    if logits.isnan().any():
-        bad = sorted({int(m) for m in logits.isnan().flatten(1).any(1).nonzero()})
-        raise ValueError(f"logits must not hold NaN. Got NaN from member {bad}; lower the learning rate?")
+    no_numbers(logits)
     if own_task:
         return
-    counted = targets if ignore_index is None else targets[targets != ignore_index]
+    counted = targets.long() if ignore_index is None else targets[targets != ignore_index].long()
     if counted.numel() and not (counted.min() >= 0 and counted.max() < logits.shape[2]):
         raise ValueError(
             f"targets must be between 0 and {logits.shape[2] - 1} (classes on axis 2 of logits). "
@@ -103,8 +103,26 @@ def values(logits: Tensor, targets: Tensor, ignore_index: int | None, *, own_tas
         )
 
 
+def no_numbers(logits: Tensor) -> None:
+    """Logits must be numbers; -inf is one, for a class that is masked out."""
+    wrong = logits.isnan() | logits.isposinf()
+    if wrong.any():
+        bad = wrong.flatten(1).any(1).nonzero().flatten().tolist()
+        raise ValueError(
+            f"logits must not be NaN or +inf. Got that from member {bad}; lower the learning rate?"
+        )
+
+
 def features(shared: Sequence[Tensor], masks: Tensor | None) -> None:
     """Shared features must agree in shape, and masks with them: (M, M, B, ...) boolean."""
+    if not shared:
+        raise ValueError("features must hold one tensor a member. Got none.")
+    for m, h in enumerate(shared):
+        if not isinstance(h, Tensor):
+            raise TypeError(
+                f"features must be tensors. Got {kind(h)} from member {m}; share after a module that returns "
+                "one tensor."
+            )
     first = shared[0]
     for m, h in enumerate(shared):
         if h.shape != first.shape:
@@ -128,7 +146,7 @@ def outputs(given: list[Tensor]) -> list[Tensor]:
         if not isinstance(output, Tensor) or output.ndim < 2:
             raise TypeError(
                 "members must return a tensor of logits (batch, classes, ...). "
-                f"Got {kind(output)} from member {m}."
+                f"Got {kind(output)} from member {m}; wrap the network so that it returns its logits only."
             )
         if output.shape != given[0].shape:
             raise ValueError(
@@ -146,6 +164,13 @@ def fitted(transform: T | None) -> T:
             "Set ensemble.transform, or load the ensemble with root=, the folder of its data."
         )
     return transform
+
+
+def inputs(x: Tensor) -> Tensor:
+    """An ensemble takes a tensor whose first axis is the batch."""
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        raise TypeError(f"x must be a tensor with the batch on its first axis. Got {kind(x)}.")
+    return x
 
 
 def positive(name: str, value: int) -> None:
@@ -179,12 +204,26 @@ def same_device(name: str, value: Tensor, reference: Tensor) -> None:
         )
 
 
+_blind = False
+
+
+@contextmanager
+def blindly() -> Iterator[None]:
+    """Do not look at values: for a caller that finds out by itself, as the training loop does."""
+    global _blind
+    before, _blind = _blind, True
+    try:
+        yield
+    finally:
+        _blind = before
+
+
 def _may_look(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return tensor.device.type == "cpu" or os.environ.get("CMCL_DEBUG") == "1"
+    return (tensor.device.type == "cpu" and not _blind) or os.environ.get("CMCL_DEBUG") == "1"
 
 
 def kind(value: object) -> str:

@@ -15,8 +15,9 @@ from . import checks
 from .data.transform import Transform
 from .members import Network, build_members, distinct
 from .metrics import entropy
+from .modes import keep_modes
 from .sharing import MODES, share_features
-from .split import keep_modes, split
+from .split import split
 
 
 class Prediction(NamedTuple):
@@ -52,21 +53,24 @@ class Ensemble(nn.Module):
         super().__init__()
         checks.probability("share_prob", share_prob)
         checks.choice("share_at_test", share_at_test, MODES)
-        self.members = nn.ModuleList(
-            distinct(build_members(network, members))
-        )  # their state_dict keys unchanged
-        self.share_after = share_after
-        self.share_prob = share_prob
+        self.members = nn.ModuleList(distinct(build_members(network, members)))
+        self._share_after = share_after
+        self.share_prob = float(share_prob)
         self.share_at_test = share_at_test
         self.transform: Transform | None = None  # of raw images; what is fitted to the data travels with it
         self.run: Callable[[list[partial[Any]]], list[Any]] = in_turn  # the engine has faster ways
         self._cut()
 
+    @property
+    def share_after(self) -> str | None:
+        """Where features are shared; fixed, because the members are cut there."""
+        return self._share_after
+
     def forward(
         self, x: Tensor, *, masks: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...). `masks` and `generator` go to `share_features`."""
-        checks.same_device("x", x, next(self.parameters(), x))
+        checks.same_device("x", checks.inputs(x), next(self.parameters(), x))
         pairs = list(zip(self.members, self._halves, strict=True))
         parts = self.run([partial(halves.stem, member, x) for member, halves in pairs])
         mode = "off" if self.share_after is None else "sampled" if self.training else self.share_at_test
@@ -78,17 +82,16 @@ class Ensemble(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
-        """The ensemble's answer for inputs (B, ...), in eval mode; the mode is restored afterwards.
-
-        With `batch_size` the inputs are streamed through the ensemble's device in pieces.
-        """
-        checks.positive("batch_size", batch_size := max(len(x), 1) if batch_size is None else batch_size)
+        """The answer for inputs (B, ...), in eval mode, streamed through the device in pieces of `batch_size`."""
+        batch_size = max(len(checks.inputs(x)), 1) if batch_size is None else batch_size
+        checks.positive("batch_size", batch_size)
         device = next(self.parameters(), x).device
         with keep_modes(self):
             self.eval()
-            parts = (self.transformed(part.to(device)) for part in torch.split(x, batch_size))
-            logits = [self(part).float().to(x.device) for part in parts]
-        member_probs = torch.cat(logits, 1).softmax(2)
+            parts = (self.transformed(part.to(device)) for part in torch.split(x, int(batch_size)))
+            logits = torch.cat([self(part).to(x.device) for part in parts], 1)
+        checks.no_numbers(logits)
+        member_probs = logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32))
         uncertainty = entropy(member_probs)
         return Prediction(member_probs.mean(0), member_probs, uncertainty, uncertainty.argmin(0))
 
@@ -97,10 +100,7 @@ class Ensemble(nn.Module):
         return checks.fitted(self.transform).transform(x) if x.dtype == torch.uint8 else x
 
     def save(self, path: str | Path, *, with_transform: bool = False) -> None:
-        """Write a folder that `cmcl.load` reads: config.json and safetensors, never a pickle.
-
-        A transform that is large, as a whitening matrix is, is saved only if `with_transform` asks for it.
-        """
+        """Write a folder for `cmcl.load`, never a pickle; a large transform only if `with_transform`."""
         from .saving import save
 
         save(self, path, with_transform=with_transform)

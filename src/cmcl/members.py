@@ -5,6 +5,7 @@ from itertools import combinations
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from . import checks
 
@@ -21,6 +22,11 @@ def build_members(network: Network, members: int | None) -> list[nn.Module]:
     if callable(network) and not isinstance(network, nn.ModuleList):
         checks.positive("members", members := 5 if members is None else members)
         return _modules([network() for _ in range(members)])
+    if not isinstance(network, Sequence | nn.ModuleList) or isinstance(network, str):
+        raise TypeError(
+            "network must be a function that builds a member, or a list of modules. "
+            f"Got {checks.kind(network)}."
+        )
     if members not in (None, len(network)):
         raise ValueError(
             f"members must be {len(network)}, the length of the list, or left out. Got {members}."
@@ -41,11 +47,9 @@ def distinct(given: list[nn.Module]) -> list[nn.Module]:
 
 def _equal_weights(a: nn.Module, b: nn.Module) -> bool:
     ours, theirs = list(a.parameters()), list(b.parameters())
-    if (
-        not ours
-        or any(p.is_meta for p in ours + theirs)
-        or [p.shape for p in ours] != [q.shape for q in theirs]
-    ):
+    if not ours or any(p.is_meta or isinstance(p, UninitializedParameter) for p in ours + theirs):
+        return False  # nothing to compare yet
+    if [p.shape for p in ours] != [q.shape for q in theirs]:
         return False
     return all(torch.equal(p, q.to(p.device)) for p, q in zip(ours, theirs, strict=True))
 

@@ -5,7 +5,7 @@ M members, B batch, C classes, S samples, K overlap. Logits are (M, B, C), or de
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ def confident_oracle_loss(
         samples: S, random labels per member and example with labels="sampled".
         task: `task(member_logits, targets)` returns unreduced values, (B,) or (B, H, W). The default
             is cross-entropy; class weights, label smoothing and soft targets come this way.
-        ignore_index: pixels (or examples) with this target count nowhere.
+        ignore_index: pixels (or examples) with this target add nothing. The mean stays over the whole batch.
         generator: source of the sampled labels. It does not pass through torch.compile.
 
     Returns:
@@ -71,31 +71,38 @@ def confident_oracle_loss(
 
     log_p = logits.log_softmax(2)  # (M, B, C, ...)
     kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
-    values = _each_member(task or _cross_entropy, logits, targets)  # (M, B, ...)
+    task = task or _cross_entropy
+    values = torch.stack([checks.unreduced(task(z, targets), z[:, 0]) for z in logits])  # (M, B, ...)
     drawn = _draw(labels, log_p, samples, generator)  # (S, M, B, ...), or None
     silence = kl if drawn is None else _sampled_kl(log_p, drawn)  # (M, B, ...)
 
     values, kl, silence = (_per_example(value, counted) for value in (values, kl, silence))  # (M, B)
     # The exact KL, even with sampled labels: who specialises must not be a matter of luck.
-    v = specialists(values.detach() - beta * kl.detach(), overlap)
-    total = torch.where(v, values, beta * silence).sum(0).mean()  # where, since 0 * inf is NaN
+    v = specialists((values - _times(beta, kl)).detach(), overlap)
+    total = torch.where(v, values, _times(beta, silence)).sum(0).mean()
     return OracleLoss(total, v, values, kl)
 
 
-def independent_loss(logits: Tensor, targets: Tensor, **options: Any) -> OracleLoss:
-    """The loss of an independent ensemble, eq. 2: every member learns every example (overlap = M).
+def independent_loss(
+    logits: Tensor, targets: Tensor, *, task: TaskLoss | None = None, ignore_index: int | None = None
+) -> OracleLoss:
+    """The loss of an independent ensemble, eq. 2: mean_i sum_m task_mi. Arguments as above; overlap = M."""
+    m = checks.members(logits)
+    return confident_oracle_loss(logits, targets, overlap=m, task=task, ignore_index=ignore_index)
 
-    Shapes and options (`task`, `ignore_index`) as for `confident_oracle_loss`.
-    """
-    return confident_oracle_loss(logits, targets, overlap=checks.members(logits), **options)
 
-
-def oracle_loss(logits: Tensor, targets: Tensor, *, overlap: int = 1, **options: Any) -> OracleLoss:
-    """The oracle loss of multiple choice learning, eq. 1: only the K best members learn (beta = 0).
-
-    Shapes and options (`task`, `ignore_index`) as for `confident_oracle_loss`.
-    """
-    return confident_oracle_loss(logits, targets, beta=0.0, overlap=overlap, **options)
+def oracle_loss(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    overlap: int = 1,
+    task: TaskLoss | None = None,
+    ignore_index: int | None = None,
+) -> OracleLoss:
+    """The oracle loss of MCL, eq. 1: mean_i min_m task_mi, of the K best. Arguments as above; beta = 0."""
+    return confident_oracle_loss(
+        logits, targets, beta=0.0, overlap=overlap, task=task, ignore_index=ignore_index
+    )
 
 
 def specialists(scores: Tensor, overlap: int) -> Tensor:
@@ -108,10 +115,8 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.long(), reduction="none")
 
 
-def _each_member(task: TaskLoss, logits: Tensor, targets: Tensor) -> Tensor:
-    values = [task(member, targets) for member in logits]
-    checks.unreduced(values[0], logits[0, :, 0])
-    return torch.stack(values)
+def _times(beta: float, values: Tensor) -> Tensor:
+    return beta * values if beta else torch.zeros_like(values)  # 0 * inf, of a class masked out, is NaN
 
 
 def _draw(

@@ -5,13 +5,15 @@ interrupted leaves the ensemble that was there before.
 """
 
 import json
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from . import __version__
 from .data import preprocess
@@ -20,6 +22,8 @@ from .ensemble import Ensemble
 from .files import replacing
 from .members import Network, build_members
 from .networks import NETWORKS
+from .networks.base import SplitNetwork
+from .sharing import MODES
 
 FORMAT = "cmcl-ensemble"
 VERSION = 1  # raise it when an older program could misread what is written
@@ -38,10 +42,11 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
     `with_transform` asks for them (a whitening matrix has 36 MiB).
     """
     folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"path must be a folder to write the ensemble to. Got the file {folder}.")
     folder.mkdir(parents=True, exist_ok=True)
     old = _read_config(folder) if (folder / "config.json").exists() else None  # a foreign one is an error
-    # Clones, because safetensors refuses tensors that share memory, and tied weights do.
-    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in ensemble.state_dict().items()}
+    tensors = _tensors(ensemble)
     transform = None
     if ensemble.transform is not None:
         transform, learned = ensemble.transform.state()
@@ -50,8 +55,6 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
     data = safetensors.torch.save(tensors)
     checksum = sha256(data).hexdigest()
     weights = {"file": f"weights-{checksum[:12]}.safetensors", "sha256": checksum}
-    with replacing(folder / weights["file"]) as part:
-        part.write_bytes(data)
     config = {
         "format": FORMAT,
         "version": VERSION,
@@ -61,10 +64,22 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
         "transform": transform,
         "weights": weights,
     }
+    text = json.dumps(config, indent=1) + "\n"  # before anything is written
+    with replacing(folder / weights["file"]) as part:
+        part.write_bytes(data)
     with replacing(folder / "config.json") as part:
-        part.write_text(json.dumps(config, indent=1) + "\n")
+        part.write_text(text, encoding="utf-8")
     if old and old["weights"]["file"] != weights["file"]:
         (folder / old["weights"]["file"]).unlink(missing_ok=True)
+
+
+def _tensors(ensemble: Ensemble) -> dict[str, Tensor]:
+    """Clones, because safetensors refuses tensors that share memory, and tied weights do."""
+    state = ensemble.state_dict()
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"state to be saved must be tensors. Got {type(value).__name__} as {key}.")
+    return {key: value.detach().cpu().contiguous().clone() for key, value in state.items()}
 
 
 def load(
@@ -84,11 +99,16 @@ def load(
     """
     folder = Path(path)
     config = _read_config(folder)
-    modules = _modules(folder, config["members"], network)
     weights = _read_weights(folder, config["weights"])
+    count = len({key.split(".")[1] for key in weights if key.startswith("members.")})
+    if count not in (0, len(config["members"])):
+        raise ValueError(f"{folder} is damaged: {len(config['members'])} members named, {count} saved.")
+    modules = _modules(folder, config["members"], network)
     for m, module in enumerate(modules):
         prefix = f"members.{m}."
         own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        if any(value.dtype == torch.float64 for value in own.values()):
+            module.double()  # what was computed in double precision does not come back in less
         try:
             module.load_state_dict(own)
         except RuntimeError as error:
@@ -100,7 +120,7 @@ def load(
 
 
 def _transform(
-    config: dict[str, Any] | None, weights: dict[str, torch.Tensor], root: str | Path | None
+    config: dict[str, Any] | None, weights: dict[str, Tensor], root: str | Path | None
 ) -> Transform | None:
     if config is None:
         return None
@@ -112,9 +132,8 @@ def _transform(
 
 def _describe(member: nn.Module) -> dict[str, Any]:
     """Enough to build the member again if it is one of ours; otherwise its class, for the error message."""
-    name = getattr(member, "name", None)
-    if name in NETWORKS:
-        return {"network": name, "options": member.options}
+    if isinstance(member, SplitNetwork) and member.name in NETWORKS:
+        return {"network": member.name, "options": member.options}
     return {"network": None, "class": type(member).__qualname__}
 
 
@@ -122,14 +141,20 @@ def _modules(folder: Path, members: list[dict[str, Any]], network: Network | Non
     if network is not None:
         # Equal weights are no mistake here: the saved ones are about to replace them.
         return build_members(network, len(members))
-    for member in members:
-        if member["network"] not in NETWORKS:
-            name = member.get("class") or member["network"]
-            raise ValueError(
-                f"{folder} holds {name!r}, which is not a network of cmcl's own. "
-                "Pass network=, a function that builds one member."
-            )
-    return [NETWORKS[member["network"]](**member["options"]) for member in members]
+    return [_build(folder, member) for member in members]
+
+
+def _build(folder: Path, member: dict[str, Any]) -> nn.Module:
+    name = member.get("network")
+    if name not in NETWORKS:
+        raise ValueError(
+            f"{folder} holds {member.get('class') or name!r}, which is not a network of cmcl's own. "
+            "Pass network=, a function that builds one member."
+        )
+    try:
+        return NETWORKS[name](**member["options"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} is damaged: its {name} cannot be built ({error}).") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -144,20 +169,35 @@ def _read_config(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise ValueError(f"{path} must be written by Ensemble.save. It belongs to another program.")
-    if config.get("version") not in range(1, VERSION + 1):
+    version = config.get("version")
+    if not isinstance(version, int) or version < 1:
+        raise ValueError(f"{path} is damaged: format version {version!r}. Save the ensemble again.")
+    if version > VERSION:
         raise ValueError(
-            f"{path} has format version {config.get('version')}, and this cmcl {__version__} reads up to "
-            f"{VERSION}. Upgrade with: pip install -U confident-mcl"
+            f"{path} has format version {version}, and this cmcl {__version__} reads up to {VERSION}. "
+            "Upgrade with: pip install -U confident-mcl"
         )
-    missing = {"members", "weights", "transform", *SETTINGS} - config.keys()
-    if missing or Path(config["weights"]["file"]).name != config["weights"]["file"]:
+    wrong = [name for name, fits in _FITS.items() if name not in config or not fits(config[name])]
+    if wrong:
         raise ValueError(
-            f"{path} is damaged: {', '.join(sorted(missing)) or 'weights'} missing or malformed."
+            f"{path} is damaged: {', '.join(wrong)} missing or malformed. Save the ensemble again."
         )
     return config
 
 
-def _read_weights(folder: Path, weights: dict[str, str]) -> dict[str, torch.Tensor]:
+_FITS: dict[str, Callable[[Any], bool]] = {  # what a config holds
+    "members": lambda v: isinstance(v, list) and all(isinstance(member, dict) for member in v) and bool(v),
+    "weights": lambda v: (
+        isinstance(v, dict) and {"file", "sha256"} <= v.keys() and Path(v["file"]).name == v["file"]
+    ),
+    "transform": lambda v: v is None or isinstance(v, dict),
+    "share_after": lambda v: v is None or isinstance(v, str),
+    "share_prob": lambda v: isinstance(v, int | float),
+    "share_at_test": lambda v: v in MODES,
+}
+
+
+def _read_weights(folder: Path, weights: dict[str, str]) -> dict[str, Tensor]:
     path = folder / weights["file"]
     if not path.is_file():
         raise FileNotFoundError(
@@ -168,4 +208,7 @@ def _read_weights(folder: Path, weights: dict[str, str]) -> dict[str, torch.Tens
         raise ValueError(
             f"{path} is damaged: its checksum is not the one in config.json. Copy or save it again."
         )
-    return safetensors.torch.load(data)
+    try:
+        return safetensors.torch.load(data)
+    except SafetensorError as error:
+        raise ValueError(f"{path} must be a safetensors file. Got something else: {error}.") from error

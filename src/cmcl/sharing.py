@@ -41,7 +41,9 @@ def share_features(
     checks.choice("mode", mode, MODES)
     checks.probability("prob", prob)
     checks.features(features, masks)
-    if masks is None and mode == "off":
+    if mode == "off":
+        if masks is not None:
+            raise ValueError("masks must be left out where no features are shared. Got some.")
         return list(features)
     mixed = []
     for m, own in enumerate(features):

@@ -7,11 +7,14 @@ an argument and read its live submodules, so that `.to()`, `.train()` and `load_
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
+
+from . import checks
+from .modes import keep_modes
+from .networks.base import SplitNetwork
 
 
 class Halves(NamedTuple):
@@ -24,19 +27,21 @@ class Halves(NamedTuple):
 def split(module: nn.Module, name: str | None) -> Halves:
     """Cut `module` after its submodule `name`; None: before everything, the trunk is the whole network.
 
-    With name="stem", a module that offers `stem(x)` and `trunk(h)` is taken at its word; `stem` may return
-    (h, *others), which then reach `trunk(h, *others)` unmixed. Anything else is traced by torch.fx.
+    With name="stem", a module that offers methods `stem(x)` and `trunk(h)` is taken at its word; `stem` may
+    return (h, *others), which then reach `trunk(h, *others)` unmixed. Anything else is traced by torch.fx,
+    once for train and once for eval mode: what is decided in Python, not by tensors, stays as it was then.
     """
     if name is None:
         return Halves(_no_stem, _whole)
-    offers = [callable(getattr(module, half, None)) for half in ("stem", "trunk")]
-    if name == "stem" and all(offers):
+    if name == "stem" and (isinstance(module, SplitNetwork) or _has_methods(module, "stem", "trunk")):
         return Halves(_own_stem, _own_trunk)
     if name not in (known := dict(module.named_modules())):
+        if not isinstance(name, str):
+            raise TypeError(f"share_after must be a submodule's name. Got {checks.kind(name)}.")
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known)[1:6]
         raise ValueError(
             f"share_after must name a submodule of {type(module).__name__}. Got {name!r}; "
-            f"the nearest are {', '.join(map(repr, close))}."
+            f"the nearest are {', '.join(map(repr, close)) or 'none, it has no submodules'}."
         )
     # Tracing freezes what the code does with self.training (F.dropout, say), so each mode has its own cut.
     with keep_modes(module):
@@ -47,15 +52,10 @@ def split(module: nn.Module, name: str | None) -> Halves:
     )
 
 
-@contextmanager
-def keep_modes(module: nn.Module) -> Iterator[None]:
-    """Afterwards every submodule is in the mode it was in before, train or eval (some may be frozen)."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
+def _has_methods(module: nn.Module, *names: str) -> bool:
+    """Methods, not submodules of that name: what else forward does with those, only tracing tells."""
+    found = [getattr(module, name, None) for name in names]
+    return all(callable(value) and not isinstance(value, nn.Module) for value in found)
 
 
 def _no_stem(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
@@ -69,7 +69,7 @@ def _whole(module: nn.Module, x: Tensor, rest: tuple[Any, ...]) -> Tensor:
 
 def _own_stem(module: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     out = module.stem(x)
-    return (out[0], tuple(out[1:])) if isinstance(out, tuple) else (out, ())
+    return (out[0], tuple(out[1:])) if isinstance(out, tuple | list) else (out, ())
 
 
 def _own_trunk(module: Any, h: Tensor, rest: tuple[Any, ...]) -> Tensor:
@@ -118,18 +118,36 @@ def _cut(module: nn.Module, name: str) -> Halves:
 
 def _trace(module: nn.Module, name: str) -> list[fx.Node]:
     """The nodes of forward(x): one input, arguments with a default fixed to it."""
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    defaults = {p.name: p.default for p in parameters[1:] if p.default is not p.empty}
+    defaults = _defaults(module, name)
+    before = set(vars(module))
     try:
         graph = _Tracer(name).trace(module, concrete_args=defaults)
     except Exception as error:  # whatever the network's own code raises on symbolic values
         raise _cannot(module, name, f"torch.fx cannot trace it ({error})") from error
+    finally:
+        constants = set(vars(module)) - before
+        for constant in constants:
+            delattr(module, constant)
+    if constants:
+        raise _cannot(module, name, "it makes a tensor in forward, which tracing would freeze (use a buffer)")
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     fixed = set(inputs[1:])  # and what fx adds to assert their values
     for node in graph.nodes:
         if not fixed.isdisjoint(node.all_input_nodes):
             fixed.add(node)
     return [node for node in graph.nodes if node not in fixed]
+
+
+def _defaults(module: nn.Module, name: str) -> dict[str, Any]:
+    """The arguments of forward besides the input, which must do with their defaults."""
+    first, *others = inspect.signature(module.forward).parameters.values()
+    others = [p for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    for p in others:
+        if p.default is p.empty or isinstance(p.default, tuple | list | dict):
+            raise _cannot(module, name, f"its forward needs {p.name!r} besides the input")
+    if first.kind in (first.VAR_POSITIONAL, first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        raise _cannot(module, name, f"its forward must name its input, and has only {first}")
+    return {p.name: p.default for p in others}
 
 
 def _function(

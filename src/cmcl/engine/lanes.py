@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..ensemble import in_turn
 
@@ -17,6 +18,7 @@ class Compiler:
 
     def __init__(self) -> None:
         self._fast: dict[Function, Function] = {}
+        self._warned = False
 
     def __call__(self, function: Function) -> Function:
         """The compiled version of a function; the plain one, after one warning, if it cannot be compiled."""
@@ -27,12 +29,51 @@ class Compiler:
             try:
                 return self._fast[function](*args, **options)
             except torch._dynamo.exc.TorchDynamoException as error:
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                warnings.warn(f"{function.__name__} runs uncompiled, and slower: {reason}", stacklevel=2)
                 self._fast[function] = function
+                if not self._warned:  # where one cannot be compiled, the others often cannot either
+                    self._warned, reason = True, first_line(getattr(error, "inner_exception", error))
+                    warnings.warn(f"{function.__name__} runs uncompiled, and slower: {reason}", stacklevel=2)
                 return function(*args, **options)
 
         return run
+
+
+def first_line(error: BaseException) -> str:
+    """What to tell of an error in a warning."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+class _Joined(torch.autograd.Function):
+    """Nothing, but on the way back it waits for all streams.
+
+    The features that streams read were allocated on the main one. Autograd drops them as soon as a stream's
+    last kernel that reads them is launched; without waiting, the main stream would write over them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *features: Tensor) -> tuple[Tensor, ...]:
+        return features
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+def _joined(calls: list[partial[Any]]) -> list[partial[Any]]:
+    """The same calls, whose arguments with a gradient went through `_Joined`."""
+    places = [
+        (c, i)
+        for c, call in enumerate(calls)
+        for i, value in enumerate(call.args)
+        if isinstance(value, Tensor) and value.requires_grad
+    ]
+    if not places:
+        return calls
+    arguments = [list(call.args) for call in calls]
+    together = _Joined.apply(*(arguments[c][i] for c, i in places))  # type: ignore[no-untyped-call]
+    for (c, i), joined in zip(places, together, strict=True):
+        arguments[c][i] = joined
+    return [partial(call.func, *args, **call.keywords) for call, args in zip(calls, arguments, strict=True)]
 
 
 class Lanes:
@@ -49,7 +90,7 @@ class Lanes:
         if len(calls) != len(self.streams):
             return in_turn(calls)
         main, results = torch.cuda.current_stream(), []
-        for call, stream in zip(calls, self.streams, strict=True):
+        for call, stream in zip(_joined(calls), self.streams, strict=True):
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
                 results.append(call())

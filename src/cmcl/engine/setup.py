@@ -3,8 +3,9 @@
 N examples, M members.
 """
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..data.batches import epoch_seed
 from ..data.dataset import Dataset, split_validation
 from ..data.steps import MeanStd
 from ..ensemble import Ensemble
-from ..split import keep_modes
+from ..modes import keep_modes
 
 Data = Dataset | tuple[Tensor, Tensor] | DataLoader[Any]
 
@@ -55,9 +56,14 @@ def settings(options: Options, seeds: Sequence[int]) -> Iterator[None]:
     """Random generators of our own, kernels fast or deterministic; afterwards all is as it was."""
     cuda = find_device(options.device).type == "cuda"
     before = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
+    compiled = cuda if options.compile is None else options.compile
+    # Every recipe is a graph of its own, and one process may train many: torch would stop compiling at 8.
+    limit: Any = torch._dynamo.config.patch(recompile_limit=256) if compiled else nullcontext()
+    with limit, torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
         if cuda:
             torch.cuda.manual_seed(epoch_seed(seeds[0], -1))
+        if cuda and options.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it
         torch.backends.cudnn.benchmark = not options.deterministic
         torch.use_deterministic_algorithms(options.deterministic or before[1])
         try:
@@ -105,4 +111,7 @@ def count_classes(ensemble: Ensemble, images: Tensor, targets: Tensor) -> int:
         return 1
     with torch.no_grad(), keep_modes(ensemble):
         logits: Tensor = ensemble.eval()(images[:2])
+    checks.values(
+        logits.cpu(), targets.cpu(), None, own_task=False
+    )  # on a GPU a wrong label would end it all
     return logits.shape[2]

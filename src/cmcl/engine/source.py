@@ -48,6 +48,11 @@ class Resident:
             order[: len(steps)].copy_(stream[start : start + count].reshape(len(steps), -1))
         self._row.fill_(step - steps.start)
 
+    @property
+    def size(self) -> int:
+        """Examples in the current batch."""
+        return self.batch_size
+
     def batch(self, repeat: int) -> tuple[Tensor, Tensor]:
         """Images (B, ...) and targets (B, ...) of the current step, gathered on the device."""
         index = self._order[repeat].index_select(0, self._row)[0]  # (B,)
@@ -106,6 +111,11 @@ class Loaded:
         """Bring the next batch to the device."""
         images, targets = next(self._iterator)
         self._batch = images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    @property
+    def size(self) -> int:
+        """Examples in the current batch; the last of an epoch may be smaller."""
+        return len(self.batch(0)[1])
 
     def batch(self, repeat: int) -> tuple[Tensor, Tensor]:
         """Images (B, ...) and targets (B, ...) that `feed` brought."""

@@ -63,8 +63,16 @@ class State:
             kept, now = checkpoint.state[name], self.facts()[name]
             if kept != now:
                 raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")
+        own = self.tensors()
+        shapes, kept_shapes = ({key: t.shape for key, t in d.items()} for d in (own, checkpoint.tensors))
+        if shapes != kept_shapes:
+            different = sorted(dict(shapes.items() ^ kept_shapes.items()))
+            raise ValueError(
+                "networks and kind of device must be those of the run to be resumed. "
+                f"Got another {different[0]}, and {len(different) - 1} more differences."
+            )
         with torch.no_grad():
-            for name, tensor in self.tensors().items():
+            for name, tensor in own.items():
                 tensor.copy_(checkpoint.tensors[name])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(checkpoint.tensors["random.cuda"])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..adversarial import adversarial_logits
 from ..ensemble import Ensemble, in_turn
 from ..objectives import OracleLoss, confident_oracle_loss
@@ -50,20 +51,26 @@ class Step:
         self.members = [Lanes(len(e.members) if streams else 0, compiler) for e in ensembles]
         measure = partial(_measure, objective=objective, ignore_index=ignore_index)
         self.measure = partial(compiler(_measure), **measure.keywords) if compiler else measure
+        self.buffers = _by_dtype([b for e in ensembles for b in e.buffers()])
 
     def __call__(self) -> None:
         """Train by one batch."""
         self.optimizer.zero_grad(set_to_none=True)
-        for piece in range(self.recipe.accumulate):
+        before = [_flat(group) for group in self.buffers]
+        for piece in range(self._pieces()):
             calls = [partial(self._loss, repeat, piece) for repeat in range(len(self.ensembles))]
             totals = self.repeats(calls)  # R scalars; repeats share no weights, so their sum is R trainings
-            (torch.stack(totals).sum() / self.recipe.accumulate).backward()
+            torch.stack(totals).sum().backward()
         norms = [_clip(ensemble, self.recipe.clip) for ensemble in self.ensembles]
         for norm, tally in zip(norms, self.tallies, strict=True):
             tally.count_step(norm)
-        # Once a loss is NaN or infinite, fused optimisers skip their update: the last good weights stay.
-        self.optimizer.found_inf = torch.stack([tally.broken() for tally in self.tallies]).amax(0)  # type: ignore[attr-defined]
+        # Once a loss is NaN or infinite, fused optimisers skip their update: the last good weights stay, and
+        # with them the running statistics of batch normalisation.
+        broken = torch.stack([tally.broken() for tally in self.tallies]).amax(0)
+        self.optimizer.found_inf = broken  # type: ignore[attr-defined]
         self.optimizer.step()
+        for group, kept in zip(self.buffers, before, strict=True):
+            _unflatten(torch.where(broken > 0, kept, _flat(group)), group)
         self.source.advance()
 
     def state(self) -> list[Tensor]:
@@ -77,12 +84,20 @@ class Step:
             *self.source.state(),
         ]
 
+    def one_stream(self) -> None:
+        """Give up the streams, for a step that is not captured after all."""
+        for lanes in (self.repeats, *self.members):
+            lanes.streams = []
+
+    def _pieces(self) -> int:
+        """A DataLoader's last batch may be too small for all of them."""
+        return min(self.recipe.accumulate, self.source.size)
+
     def _loss(self, repeat: int, piece: int) -> Tensor:
         images, targets = self.source.batch(repeat)
-        size = -(-len(images) // self.recipe.accumulate)
-        rows = slice(piece * size, (piece + 1) * size)
-        with self._own_randomness(repeat):
-            return self._forward(repeat, images[rows], targets[rows])
+        x, own = (whole.tensor_split(self._pieces())[piece] for whole in (images, targets))
+        with self._own_randomness(repeat), checks.blindly():  # NaN is for the tally to find
+            return self._forward(repeat, x, own) * (len(x) / len(images))
 
     def _forward(self, repeat: int, x: Tensor, targets: Tensor) -> Tensor:
         ensemble, tally = self.ensembles[repeat], self.tallies[repeat]
@@ -136,6 +151,21 @@ def _clip(ensemble: Ensemble, limit: float | None) -> Tensor:
     return norm
 
 
+def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    dtypes = dict.fromkeys(t.dtype for t in tensors)
+    return [[t for t in tensors if t.dtype == dtype] for dtype in dtypes]
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    """One copy of them all: many small tensors would cost a launch each."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _unflatten(values: Tensor, tensors: list[Tensor]) -> None:
+    parts = values.split([t.numel() for t in tensors])
+    torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+
+
 def _autocast(device: torch.device, precision: str) -> Any:
     return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 
@@ -149,7 +179,8 @@ class Captured:
 
     def __init__(self, step: Step, *, warm_up: int = 3) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        kept, random = [t.clone() for t in step.state()], torch.cuda.get_rng_state()
+        # detached: a clone with a gradient would tie the weights to the stream it was made on
+        kept, random = [t.detach().clone() for t in step.state()], torch.cuda.get_rng_state()
         try:
             self._record(step, warm_up)
         finally:
@@ -166,7 +197,11 @@ class Captured:
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         # thread_local: what other threads do (the compiler's, a data loader's) does not spoil the recording
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        # The outer context brings the current stream back, which a failed capture does not.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(self.graph, capture_error_mode="thread_local"),
+        ):
             step()
 
     def __call__(self) -> None:

@@ -19,6 +19,7 @@ from ..data.dataset import IGNORE
 from ..ensemble import Ensemble
 from ..recipe import Recipe
 from .checkpoint import Checkpoints, Interrupt, locked
+from .lanes import first_line
 from .setup import Data, Options, count_classes, find_device, hold_out, place, settings, tensors
 from .source import Loaded, Resident, Source
 from .state import State
@@ -128,7 +129,7 @@ class Run:
         self.ignore_index = IGNORE if targets.ndim > 1 and not targets.is_floating_point() else None
         classes = count_classes(ensembles[0], images[:2].to(self.device), targets)
         self.state = State(ensembles, seeds, recipe, classes, self.device)
-        self.steps = recipe.total_steps(self.source.examples)
+        self.steps = recipe.total_steps(self.source.examples, self.source.batch_size)
         self.started = time.perf_counter()
         self.rows: list[dict[str, Any]] = []
 
@@ -137,7 +138,7 @@ class Run:
         with ExitStack() as stack:
             self._open(stack, out, resume)
             step = None
-            for epoch in range(self._epoch_of(self.state.step), self._epochs()):
+            for epoch in range(self._done(), self._epochs()):
                 if step is None or epoch == self.recipe.warm_start:
                     step = self._make_step(epoch)
                 self._epoch(epoch, step)
@@ -158,10 +159,10 @@ class Run:
             state.step += 1
             self.progress.advance(epoch + (state.step - steps.start) / len(steps))
             if self.device.type == "cpu":  # on a GPU, looking would wait for the device
-                self._check_finite(steps.start)
+                self._check_finite()
             if state.step < min(steps.stop, self.steps):  # the last one is saved after its report
                 self._save_or_stop()
-        self._check_finite(steps.start)
+        self._check_finite()
         images = (state.step - first) * self.source.batch_size
         self._report(epoch + 1, images / (time.perf_counter() - begun))
         self._save_or_stop()
@@ -187,7 +188,9 @@ class Run:
 
     def _make_step(self, epoch: int) -> Step | Captured:
         cuda, options = self.device.type == "cuda", self.options
-        capture = cuda and (isinstance(self.source, Resident) if options.capture is None else options.capture)
+        capture = cuda and options.capture is not False and isinstance(self.source, Resident)
+        if cuda and options.capture and not capture:
+            raise TypeError("train must be tensors for a captured step. Got a DataLoader; leave out capture.")
         objective = self.recipe.objective
         if epoch < self.recipe.warm_start:  # as an independent ensemble
             objective |= {"overlap": self.recipe.members, "labels": "exact"}
@@ -214,14 +217,16 @@ class Run:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = next(iter(str(error).strip().splitlines()), "no reason given")
+            reason = first_line(error.__context__ or error)  # ending a failed capture is an error of its own
             warnings.warn(f"the step runs without a CUDA graph, and slower: {reason}", stacklevel=2)
+            step.one_stream()
             return step
 
-    def _check_finite(self, first: int) -> None:
+    def _check_finite(self) -> None:
         for seed, tally in zip(self.state.seeds, self.state.tallies, strict=True):
             bad = tally.bad.tolist()  # of each member, the first step of this epoch, or inf
             if min(bad) < torch.inf:
+                first = self.source.steps(self._epoch_of(self.state.step - 1)).start
                 step, members = first + int(min(bad)), [m for m, s in enumerate(bad) if s == min(bad)]
                 raise Diverged(
                     f"seed {seed}: the loss of member {members} is NaN or infinite at step {step}, with lr "
@@ -243,12 +248,13 @@ class Run:
                 )
             self.state.restore(checkpoint)
             self.started = time.perf_counter() - checkpoint.state["seconds"]
-        self.telemetry.rewind(self._epoch_of(self.state.step))
+        self.telemetry.rewind(self._done())
         self.saved_at = time.monotonic()
         self.progress = stack.enter_context(Progress(self._epochs(), quiet=self.options.quiet))
         self.interrupt = stack.enter_context(Interrupt())
 
     def _save(self) -> None:
+        self._check_finite()  # a checkpoint of a broken run must not take a good one's place
         if self.checkpoints is not None:
             facts = self.state.facts() | {"seconds": time.perf_counter() - self.started}
             self.checkpoints.save(self.state.step, self.state.tensors(), facts)
@@ -257,7 +263,7 @@ class Run:
     def _save_or_stop(self) -> None:
         if self.interrupt.asked or time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
             self._save()
-        if self.interrupt.asked:
+        if self.interrupt.asked and self.state.step < self.steps:
             self._stop()
 
     def _stop(self) -> None:
@@ -273,6 +279,10 @@ class Run:
 
     def _lr(self, step: int) -> float:
         return self.recipe.lr_at(step, self.steps)
+
+    def _done(self) -> int:
+        """Epochs that have ended; the last may be a part."""
+        return self._epochs() if self.state.step >= self.steps else self._epoch_of(self.state.step)
 
     def _epochs(self) -> int:
         return self._epoch_of(self.steps - 1) + 1

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..modes import keep_modes
+
 Row = tuple[str, str, str, str, str]
 HEADER: Row = ("layer", "kind", "output", "parameters", "features")
 
@@ -53,13 +55,8 @@ def _run_once(network: nn.Module, channels: int, size: int | tuple[int, int]) ->
     height, width = (size, size) if isinstance(size, int) else size
     like = next(network.parameters(), torch.empty(0))
     image = torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device)
-    modes = [(layer, layer.training) for layer in network.modules()]
-    try:
-        with torch.no_grad():
-            network.eval()(image)
-    finally:
-        for layer, training in modes:
-            layer.training = training
+    with torch.no_grad(), keep_modes(network):
+        network.eval()(image)
 
 
 def _kind(layer: nn.Module) -> str:

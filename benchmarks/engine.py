@@ -1,0 +1,358 @@
+"""The training engine against a plain loop over members: python benchmarks/engine.py --network resnet20
+
+Every row is one step of a whole ensemble, CMCL with K=3, all in one process on random images of the real
+shape. The plain loop is a fair one: cuDNN autotuning, TF32, the fused optimiser, data on the device, masks and
+labels as in the paper, nothing else. The engine's rows are its whole loop: data order and gather, loss,
+telemetry.
+
+M members, R repeats, B batch.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cmcl.engine.step
+from cmcl import Ensemble, Options, Recipe, networks
+from cmcl.engine.setup import settings
+from cmcl.engine.step import Captured, Step
+from cmcl.engine.train import Run
+
+BATCH = {"resnet20": 128, "vggnet17": 128, "cnn": 64}
+BARS = {"resnet20": 7.0, "vggnet17": 4.0, "cnn": 2.5}  # the plain fp32 loop over the engine, on an H200
+CMCL = Recipe(steps=1, overlap=3, labels="sampled", sharing=True, lr=0.05, weight_decay=1e-4, nesterov=True)
+
+
+@dataclass
+class Row:
+    """One measurement."""
+
+    name: str
+    members: int
+    ms: float  # a step
+    gib: float  # peak memory
+
+    @property
+    def per_member(self) -> float:
+        """Milliseconds for each member's share of a step."""
+        return self.ms / self.members
+
+
+class Bench:
+    """What all rows of one network have in common."""
+
+    def __init__(self, network: str, arguments: argparse.Namespace, deadline: float) -> None:
+        self.network, self.arguments, self.deadline = network, arguments, deadline
+        self.device = torch.device(arguments.device)
+        self.cuda = self.device.type == "cuda"
+        self.batch = arguments.batch or BATCH[network]
+        n = arguments.epoch * self.batch
+        self.images = torch.randn(n, 3, 32, 32, device=self.device)
+        self.targets = torch.randint(10, (n,), device=self.device)
+        self.rows: dict[str, Row] = {}
+        self.overhead = math.nan  # share of the engine's last row
+
+    def build(self, members: int) -> list[nn.Module]:
+        """Fresh members on the device."""
+        return [networks.NETWORKS[self.network]().to(self.device) for _ in range(members)]
+
+    def measure(self, name: str, members: int, function: Callable[[], float]) -> None:
+        """Run a row, unless time is up; `function` returns seconds a step."""
+        if time.perf_counter() > self.deadline:
+            print(f"  {name}: left out, no time left", file=sys.stderr)
+            return
+        torch.compiler.reset()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        seconds = function()
+        gib = torch.cuda.max_memory_reserved() / 2**30 if self.cuda else math.nan
+        self.rows[name] = Row(name, members, 1000 * seconds, gib)
+        print(
+            f"  {name}: {1000 * seconds:.3f} ms a step, {time.perf_counter() - begun:.0f} s in all",
+            file=sys.stderr,
+        )
+
+
+# The plain loop: nothing of the engine in it.
+
+
+def plain(bench: Bench, members: int, *, bf16: bool) -> float:
+    """Seconds a step of a loop that anyone would write."""
+    models = bench.build(members)
+    if bf16:
+        models = [model.to(memory_format=torch.channels_last) for model in models]
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.SGD(
+        parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4, fused=True
+    )
+    order = torch.randperm(len(bench.images), device=bench.device)
+
+    def step(number: int) -> None:
+        start = number * bench.batch % (len(order) - bench.batch + 1)
+        index = order[start : start + bench.batch]
+        x, y = bench.images[index], bench.targets[index]
+        if bf16:
+            x = x.to(memory_format=torch.channels_last)
+        with torch.autocast(bench.device.type, torch.bfloat16) if bf16 else nullcontext():
+            logits = plain_forward(models, x)
+        loss = plain_loss(logits.float(), y, beta=CMCL.beta, overlap=min(CMCL.overlap, members))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+    with fast_kernels():
+        return timed(step, bench)
+
+
+def plain_forward(models: list[Any], x: Tensor) -> Tensor:
+    """Logits (M, B, C) with feature sharing, section 4.1 of the paper."""
+    features = [model.stem(x) for model in models]
+    logits = []
+    for m, model in enumerate(models):
+        mixed = features[m]
+        for n, h in enumerate(features):
+            if n != m:
+                mixed = mixed + h * (torch.rand_like(h, dtype=torch.float32) < CMCL.share_prob)
+        logits.append(model.trunk(mixed))
+    return torch.stack(logits)
+
+
+def plain_loss(logits: Tensor, y: Tensor, *, beta: float, overlap: int) -> Tensor:
+    """Algorithm 1, version 1: one random label for each member that is silent."""
+    members, batch, classes = logits.shape
+    log_p = logits.log_softmax(2)
+    task = -log_p.gather(2, y.expand(members, batch).unsqueeze(2)).squeeze(2)
+    kl = -log_p.mean(2) - math.log(classes)
+    chosen = (task - beta * kl).detach().topk(overlap, dim=0, largest=False).indices
+    v = torch.zeros_like(task, dtype=torch.bool).scatter_(0, chosen, True)
+    drawn = torch.randint(classes, (members, batch), device=logits.device)
+    silence = F.nll_loss(log_p.flatten(0, 1), drawn.flatten(), reduction="none").view_as(task)
+    return torch.where(v, task, beta * (silence - math.log(classes))).sum(0).mean()
+
+
+@contextmanager
+def fast_kernels() -> Iterator[None]:
+    """cuDNN autotuning and TF32."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    cudnn.benchmark, cudnn.allow_tf32 = True, True
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.allow_tf32 = before[:2]
+        torch.set_float32_matmul_precision(before[2])
+
+
+def timed(step: Callable[[int], None], bench: Bench) -> float:
+    """Seconds a call, after a warm-up."""
+    warm_up = 20 if bench.cuda else 1
+    for number in range(warm_up):
+        step(number)
+    synchronize(bench)
+    begun = time.perf_counter()
+    for number in range(warm_up, warm_up + bench.arguments.steps):
+        step(number)
+    synchronize(bench)
+    return (time.perf_counter() - begun) / bench.arguments.steps
+
+
+def synchronize(bench: Bench) -> None:
+    """Wait for the device."""
+    if bench.cuda:
+        torch.cuda.synchronize()
+
+
+# The engine, from the end of its first epoch on.
+
+
+class Timed(Run):
+    """A run that notes when each epoch, its report included, was over, and the work done by then."""
+
+    def __init__(self, clock: "Work", *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.clock, self.ends = clock, list[tuple[float, float, int]]()
+
+    def _epoch(self, epoch: int, step: Step | Captured) -> None:
+        super()._epoch(epoch, step)
+        self.ends.append((time.perf_counter(), self.clock.seconds, self.state.step))
+
+
+class Work:
+    """Seconds in what any training loop must do: forward, loss, backward, optimiser. The rest is overhead."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Only where calls return when they are done, as on a CPU."""
+        places = [
+            (Ensemble, "forward"),
+            (cmcl.engine.step, "confident_oracle_loss"),
+            (Tensor, "backward"),
+            (torch.optim.SGD, "step"),
+        ]
+        before = [getattr(owner, name) for owner, name in places]
+        for (owner, name), function in zip(places, before, strict=True):
+            setattr(owner, name, self._watch(function))
+        try:
+            yield
+        finally:
+            for (owner, name), function in zip(places, before, strict=True):
+                setattr(owner, name, function)
+
+    def _watch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def watched(*arguments: Any, **options: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return watched
+
+
+def engine(bench: Bench, recipe: Recipe, repeats: int = 1, **options: Any) -> float:
+    """Seconds a step of the whole loop; one epoch warms up."""
+    epochs = 1 + max(1, round(bench.arguments.steps / bench.arguments.epoch))
+    recipe = replace(recipe, steps=epochs * bench.arguments.epoch, batch_size=bench.batch)
+    cut = "stem" if recipe.sharing else None
+    ensembles = [Ensemble(bench.build(recipe.members), share_after=cut) for _ in range(repeats)]
+    how, clock = Options(device=bench.arguments.device, quiet=True, **options), Work()
+    data = (bench.images, bench.targets)
+    watched = nullcontext() if bench.cuda else clock.watched()
+    with fast_kernels(), settings(how, range(repeats)), watched:
+        run = Timed(clock, ensembles, data, None, recipe, list(range(repeats)), how)
+        run.go(None, resume=False)
+    (begun, before, first), (ended, work, last) = run.ends[0], run.ends[-1]
+    bench.overhead = 1 - (work - before) / (ended - begun)
+    return (ended - begun) / (last - first)
+
+
+def measure_network(network: str, arguments: argparse.Namespace, deadline: float) -> None:
+    """All rows of a network, as a table and ratios."""
+    bench, m = Bench(network, arguments, deadline), arguments.members
+    recipe = replace(CMCL, members=m, overlap=min(CMCL.overlap, m))
+    silent = replace(recipe, sharing=False, labels="exact")
+    bench.measure("plain loop, fp32 (TF32)", m, lambda: plain(bench, m, bf16=False))
+    if bench.cuda:
+        bench.measure("plain loop, bf16, channels last", m, lambda: plain(bench, m, bf16=True))
+    bench.measure("engine, CMCL, sharing, stochastic labels", m, lambda: engine(bench, recipe))
+    overhead = bench.overhead
+    if bench.cuda:
+        bench.measure("engine, float32 (TF32)", m, lambda: engine(bench, recipe, precision="float32"))
+    bench.measure("engine, IE", m, lambda: engine(bench, replace(silent, method="ie")))
+    bench.measure("engine, CMCL, no sharing", m, lambda: engine(bench, silent))
+    for r in arguments.repeats:
+        if r > 1:
+            name = f"engine, CMCL, {r} repeats x {m} members"
+            bench.measure(name, r * m, lambda r=r: engine(bench, recipe, r))  # type: ignore[misc]
+    print_table(bench)
+    print_ratios(bench, overhead)
+
+
+def print_table(bench: Bench) -> None:
+    """Raw numbers, as Markdown."""
+    print(f"\n## {bench.network}, B={bench.batch}, CMCL K={CMCL.overlap}\n")
+    print("| row | members | ms/step | ms/step/member | peak memory GiB |\n|---|--:|--:|--:|--:|")
+    for row in bench.rows.values():
+        print(f"| {row.name} | {row.members} | {row.ms:.3f} | {row.per_member:.3f} | {row.gib:.2f} |")
+
+
+def print_ratios(bench: Bench, overhead: float) -> None:
+    """What the bars are about, as far as it was measured."""
+    rows, m = bench.rows, bench.arguments.members
+    ours = rows.get("engine, CMCL, sharing, stochastic labels")
+    bar = BARS[bench.network]
+
+    def ratio(text: str, above: Row | None, below: Row | None, bar: str = "") -> None:
+        if above and below:
+            print(f"- {text}: {above.ms / below.ms:.2f}{bar}")
+
+    print()
+    fp32, bf16 = rows.get("plain loop, fp32 (TF32)"), rows.get("plain loop, bf16, channels last")
+    wanted = f" (at least {bar:g} wanted on an H200)" if bench.cuda else " (at least 1 wanted)"
+    ratio("plain fp32 loop / engine", fp32, ours, wanted)
+    ratio("plain bf16 loop / engine, equal precision", bf16, ours)
+    ratio("plain fp32 loop / engine in float32, equal precision", fp32, rows.get("engine, float32 (TF32)"))
+    ratio(
+        "CMCL without sharing / IE",
+        rows.get("engine, CMCL, no sharing"),
+        rows.get("engine, IE"),
+        " (at most 1.08 wanted)",
+    )
+    for name, row in rows.items():
+        if "repeats" in name and ours:
+            wanted = " (at most 1 wanted" + (", 0.75 aimed at)" if bench.network == "resnet20" else ")")
+            print(
+                f"- cost per member, {row.members} / {m} members: "
+                f"{row.per_member / ours.per_member:.2f}{wanted}"
+            )
+    if ours and not bench.cuda:
+        print(
+            f"- of a step, not forward, loss, backward or optimiser: {100 * overhead:.2f} % (under 5 wanted)"
+        )
+
+
+def header(arguments: argparse.Namespace) -> str:
+    """What was run, on what."""
+    cuda = torch.device(arguments.device).type == "cuda"
+    name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
+    folder = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=folder
+    ).stdout.strip()
+    return (
+        f"$ python benchmarks/engine.py {' '.join(sys.argv[1:])}\n"
+        f"{name}, {os.cpu_count()} CPU cores, torch {torch.__version__}, Python {sys.version.split()[0]}, "
+        f"commit {os.environ.get('CMCL_COMMIT') or commit or 'unknown'}"
+    )
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--network", choices=[*BATCH, "all"], default="all")
+    parser.add_argument("--members", type=int, default=5)
+    parser.add_argument("--repeats", type=int, nargs="+", default=[1, 5])
+    parser.add_argument("--steps", type=int, default=200 if device == "cuda" else 3, help="measured, a row")
+    parser.add_argument("--epoch", type=int, default=100 if device == "cuda" else 3, help="steps an epoch")
+    parser.add_argument("--batch", type=int, help="images; by default the paper's")
+    parser.add_argument("--device", default=device)
+    parser.add_argument("--seconds", type=float, default=230, help="no row is begun after so long")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, and print."""
+    begun, arguments = time.perf_counter(), parse()
+    print(header(arguments), flush=True)
+    chosen = list(BATCH) if arguments.network == "all" else [arguments.network]
+    for i, network in enumerate(chosen, start=1):
+        # each network has its share of the time, and what those before it left over
+        deadline = begun + arguments.seconds * i / len(chosen)
+        measure_network(network, arguments, deadline)
+        sys.stdout.flush()
+    print(f"\n{time.perf_counter() - begun:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

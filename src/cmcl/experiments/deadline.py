@@ -1,0 +1,51 @@
+"""A run that ends in time: it is asked to stop as by a SIGTERM, saves itself, and can be resumed."""
+
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..engine.checkpoint import Interrupt
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@contextmanager
+def stopping_after(seconds: float | None) -> Iterator[None]:
+    """Ask whatever trains in this block to stop once the time is over. None: never."""
+    done = threading.Event()
+
+    def ask() -> None:
+        wait = seconds
+        while not done.wait(wait):
+            handler = signal.getsignal(signal.SIGTERM)
+            # Only while the engine listens: at any other moment the signal would end the process.
+            if callable(handler) and isinstance(getattr(handler, "__self__", None), Interrupt):
+                handler(signal.SIGTERM, None)
+            wait = 0.1  # again, for what starts to train after the time is over
+
+    if seconds is None:
+        yield
+        return
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()  # or it might ask the next run
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of "90s", "25m", "1.5h", "1h30m" or a bare number of seconds."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
+    if parts and "".join(number + unit for number, unit in parts) == text:
+        return sum(float(number) * UNITS[unit] for number, unit in parts)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"budget must be a time such as 90s, 25m or 1h30m. Got {text!r}.")
+    return seconds

@@ -1,0 +1,146 @@
+"""What a trained ensemble is worth: everything a record tells of it, as JSON values.
+
+Errors are in percent. M members, N examples, C classes.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import metrics
+from ..data.dataset import IGNORE, Dataset
+from ..ensemble import Ensemble
+
+BINS = 50  # of an entropy histogram, from 0 to log C
+RELIABILITY_BINS = 15
+COVERAGES = 100  # points of the risk-coverage curve
+
+
+def measure(
+    ensemble: Ensemble,
+    test: Dataset,
+    *,
+    outside: Dataset | None = None,
+    batch_size: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Errors in both sharing modes, and the rest in mode "expected".
+
+    Args:
+        ensemble: what to measure.
+        test: images, transformed or raw, with their targets.
+        outside: images of a kind that the ensemble has never seen.
+        batch_size: images at a time.
+        seed: of the masks in mode "sampled".
+    """
+    probs = predict(ensemble, test.images, batch_size=batch_size)
+    expected = errors(probs, test.targets)
+    sampled = expected
+    if ensemble.share_after is not None:
+        drawn = predict(ensemble, test.images, mode="sampled", batch_size=batch_size, seed=seed)
+        sampled = errors(drawn, test.targets)
+    unseen = None if outside is None else predict(ensemble, outside.images, batch_size=batch_size)
+    ignore = _ignored(test.targets)
+    members = metrics.member_errors(probs, test.targets, ignore_index=ignore)
+    classwise = metrics.classwise_accuracy(probs, test.targets, ignore_index=ignore)  # (M, C)
+    return {
+        "errors": {"expected": expected, "sampled": sampled},
+        "members": _percent(members),
+        "classwise": _percent(classwise),
+        "calibration": _calibration(probs, test.targets, unseen),
+        "entropy": _entropies(probs, test.targets, unseen),
+    }
+
+
+def predict(
+    ensemble: Ensemble, images: Tensor, *, mode: str = "expected", batch_size: int = 1000, seed: int = 0
+) -> Tensor:
+    """The members' probabilities (M, N, C, ...), on the CPU."""
+    before, ensemble.share_at_test = ensemble.share_at_test, mode
+    device = next(ensemble.parameters()).device
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return ensemble.predict(images.cpu(), batch_size=batch_size).member_probs
+    finally:
+        ensemble.share_at_test = before
+
+
+def errors(probs: Tensor, targets: Tensor) -> dict[str, float]:
+    """`top1` is the paper's: of the averaged answer or, for segmentation, of the most confident member."""
+    ignore = _ignored(targets)
+    averaged = round(100 * metrics.top1_error(probs, targets, ignore_index=ignore), 6)
+    picked = round(100 * metrics.picked_error(probs, targets, ignore_index=ignore), 6)
+    oracle = round(100 * metrics.oracle_error(probs, targets, ignore_index=ignore), 6)
+    top1 = picked if targets.ndim > 1 else averaged
+    return {"top1": top1, "oracle": oracle, "picked": picked, "averaged": averaged}
+
+
+def _calibration(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[str, Any]:
+    """Of the averaged answer: ECE in percent, the other numbers as they are."""
+    summary = metrics.summary(
+        probs, targets, outside=unseen, bins=RELIABILITY_BINS, ignore_index=_ignored(targets)
+    )
+    names = [name for name in ("nll", "brier", "aurc", "auroc", "fpr95") if name in summary]
+    confidence, answer = probs.mean(0).max(1)
+    counts = targets != IGNORE if targets.ndim > 1 else torch.ones_like(targets, dtype=torch.bool)
+    right = (answer == targets)[counts]
+    confidence = confidence[counts].clamp(0, 1)
+    risk = metrics.risk_coverage(confidence, right)[1]
+    points = (torch.arange(1, COVERAGES + 1) * len(risk) / COVERAGES).ceil().long() - 1
+    return {
+        "ece": round(100 * summary["ece"], 6),
+        **{name: round(summary[name], 6) for name in names},
+        "reliability": _reliability(confidence, right),
+        "risk_coverage": _percent(risk[points]),  # the error among the 1 %, 2 %, ... most confident
+    }
+
+
+def _reliability(confidence: Tensor, right: Tensor) -> dict[str, list[Any]]:
+    """Count, mean confidence and accuracy of bins of equal width; None where a bin is empty."""
+    bin_ = (confidence * RELIABILITY_BINS).long().clamp(max=RELIABILITY_BINS - 1)
+    count = bin_.bincount(minlength=RELIABILITY_BINS)
+
+    def mean(values: Tensor) -> list[Any]:
+        sums = bin_.bincount(values.double(), minlength=RELIABILITY_BINS)
+        return _percent(sums / count)
+
+    return {"count": count.tolist(), "confidence": mean(confidence), "accuracy": mean(right)}
+
+
+def _entropies(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[str, Any]:
+    """Histograms of figure 2: of each member by what it is a specialist of, and of the averaged answer."""
+    top = math.log(probs.shape[2])
+    found: dict[str, Any] = {"bins": BINS, "largest": round(top, 6)}
+    own = metrics.entropy(probs)  # (M, N)
+    if targets.ndim == 1:
+        special = metrics.specialised_classes(probs, targets)[:, targets]  # (M, N): does m know the class
+        found["specialised"] = [
+            _histogram(values[mine], top) for values, mine in zip(own, special, strict=True)
+        ]
+        found["other"] = [_histogram(values[~mine], top) for values, mine in zip(own, special, strict=True)]
+    else:
+        found["test"] = [_histogram(values, top) for values in own]
+    found["averaged"] = _histogram(metrics.entropy(probs.mean(0), dim=1), top)
+    if unseen is not None:
+        found["outside"] = [_histogram(values, top) for values in metrics.entropy(unseen)]
+        found["averaged_outside"] = _histogram(metrics.entropy(unseen.mean(0), dim=1), top)
+    return found
+
+
+def _histogram(values: Tensor, top: float) -> list[int]:
+    counts = torch.histc(values.double().clamp(0, top), BINS, 0, top).long().tolist()
+    return list(counts)
+
+
+def _percent(values: Tensor) -> list[Any]:
+    """Nested lists of percentages, None for NaN: JSON has no such number."""
+    if values.ndim > 1:
+        return [_percent(row) for row in values]
+    return [None if math.isnan(x) else round(100 * x, 6) for x in values.tolist()]
+
+
+def _ignored(targets: Tensor) -> int | None:
+    return IGNORE if targets.ndim > 1 else None

@@ -1,0 +1,161 @@
+"""A record: one trained ensemble, measured. One JSON file each, so that results merge by copying files."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from ..files import replacing
+from .paper import Cell
+
+FORMAT = 1  # raise it when an older program could misread what is written
+CHECKSUMS = {  # of the whole sets, as `Dataset.checksum` has them
+    "cifar10": {
+        "train": "1b124094fa71757e2a5794ab052453e80b30eb27728f9bb8898b70e728ae8c32",
+        "test": "335e460fac2f8961874196617fb75418986862673dd66fb6d78ab4e0b8660a14",
+    },
+    "svhn": {
+        "train": "870107add49a51b2406e75a4005475569b3e837bd8744b97aa0e73798230de4c",
+        "test": "5bfca59b0cd7d72f4bf0a609befe6b2d32b0b0d9e40cad4acf5a89d4efe9e7a1",
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a run found, and all that decided it. JSON values only."""
+
+    name: str  # of the recipe
+    recipe: Mapping[str, Any]
+    recipe_hash: str
+    seed: int
+    full_length: bool  # False: shortened, to try something out
+    full_test: bool  # False: measured on part of the test set
+    test_examples: int
+    checksums: Mapping[str, str]  # of the data, by split: "train", "test"
+    errors: Mapping[str, Mapping[str, float]]  # by sharing mode: top1, oracle, picked, averaged
+    members: list[float]  # error of each member alone
+    classwise: list[list[float | None]]  # accuracy, (M, C)
+    calibration: Mapping[str, Any]
+    entropy: Mapping[str, Any]
+    outside: str | None = None  # the set of things never seen that `entropy` and AUROC tell of
+    validation: Mapping[str, float] | None = None  # errors on what was held out
+    steps: int
+    seconds: float  # of the whole run, all seeds that trained together
+    together: list[int]  # those seeds
+    device: str
+    precision: str
+    versions: Mapping[str, str | None]
+    commit: str | None
+    format: int = FORMAT
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing was cut short."""
+        return self.full_length and self.full_test
+
+    @property
+    def file_name(self) -> str:
+        """Readable, and no two records share it."""
+        return f"{self.name}--{self.recipe_hash}--seed{self.seed}.json"
+
+    def save(self, path: Path) -> None:
+        """Write one JSON file, whole or not at all; a line for each field."""
+        lines = [f"{json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in asdict(self).items()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
+            part.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "Record":
+        """Read what `save` wrote."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values["format"] not in range(1, FORMAT + 1):
+                raise ValueError(f"format {values['format']} is of a later version of cmcl: upgrade it")
+            known = {f.name for f in fields(cls)}
+            return cls(**{key: value for key, value in values.items() if key in known})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} must be a record of a run. Got something else ({error}). Move it away."
+            ) from None
+
+
+def load_records(results: str | Path) -> list[Record]:
+    """All records in `results`/records, in the order of their names."""
+    return [Record.load(path) for path in sorted((Path(results) / "records").glob("*.json"))]
+
+
+def known_checksums(records: Iterable[Record]) -> dict[str, Mapping[str, str]]:
+    """Of every set, what its checksums should be: as written here, else what most records have."""
+    votes: dict[str, Counter[str]] = {}
+    for record in records:
+        votes.setdefault(record.recipe["data"], Counter())[json.dumps(record.checksums, sort_keys=True)] += 1
+    return {data: json.loads(count.most_common(1)[0][0]) for data, count in votes.items()} | CHECKSUMS
+
+
+def fills(record: Record, cell: Cell, checksums: Mapping[str, Mapping[str, str]] = CHECKSUMS) -> bool:
+    """Whether a record may stand in a cell: same recipe, same data, full length, full test set.
+
+    Anything else of the same name is partial. Figure 2 needs data from outside as well.
+    """
+    expected = checksums.get(cell.recipe.data or "", record.checksums)
+    seen_outside = record.outside is not None or not cell.where[0].startswith("fig2")
+    same = record.recipe_hash == cell.recipe.hash and record.checksums == expected
+    return same and record.complete and seen_outside
+
+
+def summarise(
+    cells: Sequence[Cell], records: Sequence[Record], *, mode: str = "expected"
+) -> list[dict[str, Any]]:
+    """Every cell with the paper's numbers and ours; `mode` is that of feature sharing at test time."""
+    checksums = known_checksums(records)
+    return [_summary(cell, records, checksums, mode) for cell in cells]
+
+
+def _summary(
+    cell: Cell, records: Sequence[Record], checksums: Mapping[str, Mapping[str, str]], mode: str
+) -> dict[str, Any]:
+    own = {record.seed: record for record in records if fills(record, cell, checksums)}
+    partial = [r.file_name for r in records if r.name == cell.name and not fills(r, cell, checksums)]
+    found = [own[seed] for seed in sorted(own)]
+    return {
+        "id": cell.id,
+        "recipe": cell.name,
+        "paper": {key: cell.paper and cell.paper[key] for key in ("oracle", "top1")},  # None in figures
+        "ours": {key: _spread([_error(r, cell, key, mode) for r in found]) for key in ("oracle", "top1")}
+        if found
+        else None,
+        "records": [record.file_name for record in found],
+        "partial": partial,
+    }
+
+
+def _error(record: Record, cell: Cell, key: str, mode: str) -> float:
+    return fmean(record.members) if cell.single else record.errors[mode][key]
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | int | None]:
+    """Mean, sample deviation (None for one value) and number."""
+    std = round(stdev(values), 6) if len(values) > 1 else None
+    return {"mean": round(fmean(values), 6), "std": std, "n": len(values)}
+
+
+def choose(records: Iterable[Record], *, on: str = "validation") -> dict[str, Any]:
+    """The recipe with the lowest mean top-1 error on held-out data, or on="test", as the paper chose."""
+    if on not in {"validation", "test"}:
+        raise ValueError(f"on must be 'validation' or 'test'. Got {on!r}.")
+    errors: dict[str, list[float]] = {}
+    recipes: dict[str, Mapping[str, Any]] = {}
+    for record in records:
+        found = record.validation if on == "validation" else record.errors["expected"]
+        if record.complete and found is not None:
+            errors.setdefault(record.name, []).append(found["top1"])
+            recipes[record.name] = record.recipe
+    if not errors:
+        raise ValueError(f"records must hold a complete one with errors on {on}. Got none. Run `grid` first.")
+    best = min(errors, key=lambda name: (fmean(errors[name]), name))
+    return {"name": best, "recipe": recipes[best], "chosen_on": on, "top1": _spread(errors[best])}

@@ -1,0 +1,179 @@
+"""A recipe in, records out: data, training, measurement. A run that was stopped goes on where it was.
+
+R seeds of one recipe train side by side.
+"""
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import data
+from ..data.cache import fitted, transformed
+from ..data.dataset import Dataset
+from ..data.preprocess import PRESETS, Transform
+from ..engine import Options, fit
+from ..engine.setup import hold_out
+from ..ensemble import Ensemble
+from ..files import replacing
+from ..networks import NETWORKS
+from ..recipe import Recipe
+from . import environment
+from .measure import errors, measure, predict
+from .recipes import OUTSIDE, find
+from .records import Record
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The data of a recipe as the networks see them."""
+
+    train: Dataset
+    test: Dataset
+    outside: Dataset | None  # through the transform that was fitted to `train`
+    transform: Transform | None
+    checksums: dict[str, str]  # of the raw data
+
+
+def run(
+    recipe: Recipe | str,
+    seeds: Sequence[int] = (0,),
+    *,
+    out: str | Path,
+    name: str | None = None,
+    results: str | Path | None = None,
+    root: str | Path | None = None,
+    cache: str | Path | None = None,
+    options: Options | None = None,
+    steps: int | None = None,
+    test_limit: int | None = None,
+) -> list[Record]:
+    """Train a recipe with these seeds, all together, and measure each.
+
+    Args:
+        recipe: what to train, or its name.
+        seeds: of weights, data order, masks and labels.
+        out: folder of run folders. One that was interrupted is resumed; a finished one is measured again.
+        name: for records of a recipe that is given as such.
+        results: folder whose records/ gets the records; they are in the run folder in any case.
+        root: folder of the data sets.
+        cache: folder for preprocessed data.
+        options: how the run is carried out.
+        steps: shorten the run to so many steps, to try it out. Such a record fills no cell.
+        test_limit: measure on so many test examples only. Such a record fills no cell.
+    """
+    name = name or (recipe if isinstance(recipe, str) else "custom")
+    recipe = find(recipe) if isinstance(recipe, str) else recipe
+    recipe = recipe if steps is None else replace(recipe, steps=steps, epochs=None)
+    options = options or Options()
+    sets = load_sets(recipe, root=root, cache=cache)
+    folder = run_folder(out, name, recipe, seeds)
+    _write_json(folder / "recipe.json", recipe.to_json())
+    ensembles = [build(recipe, seed, sets.transform) for seed in seeds]
+    result = fit(
+        ensembles,
+        sets.train,
+        recipe=recipe,
+        seed=seeds,
+        test=sets.test[:test_limit] if options.evaluate_every else None,  # `_measure` looks at it in the end
+        out=folder,
+        resume=True,
+        options=options,
+    )
+    facts = {
+        "name": name,
+        "recipe": recipe.to_json(),
+        "recipe_hash": recipe.hash,
+        "full_length": steps is None,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 3),
+        "together": list(seeds),
+        **environment.facts(options),
+    }
+    records = []
+    for seed, ensemble in zip(seeds, ensembles, strict=True):
+        own = folder if len(seeds) == 1 else folder / f"seed{seed}"
+        ensemble.save(own / "ensemble")
+        measured = _measure(ensemble, sets, recipe, seed, test_limit, options)
+        records.append(record := Record(seed=seed, **facts, **measured))
+        record.save(own / "record.json")
+        if results is not None:
+            record.save(Path(results) / "records" / record.file_name)
+    return records
+
+
+def run_folder(out: str | Path, name: str, recipe: Recipe, seeds: Sequence[int]) -> Path:
+    """Where a run lives: readable, and its own."""
+    word = "seed" if len(seeds) == 1 else "seeds"
+    return Path(out) / f"{name}--{recipe.hash}--{word}{'-'.join(map(str, seeds))}"
+
+
+def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ensemble:
+    """The untrained ensemble: its weights depend on network, members and seed alone."""
+    if recipe.network is None:
+        raise ValueError(
+            "recipe.network must name a network. Got None. Build the ensemble and call cmcl.fit."
+        )
+    network, options = NETWORKS[recipe.network], recipe.network_options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        ensemble = Ensemble(
+            lambda: network(**options),
+            recipe.members,
+            share_after="stem" if recipe.sharing else None,
+            share_prob=recipe.share_prob,
+        )
+    ensemble.transform = transform
+    return ensemble
+
+
+def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Path | None = None) -> Sets:
+    """The data of a recipe, preprocessed once and kept."""
+    if recipe.data is None:
+        raise ValueError("recipe.data must name a data set. Got None. Load the data and call cmcl.fit.")
+    train, test = (data.load(recipe.data, split=split, root=root) for split in ("train", "test"))
+    outside = _outside(recipe, root)
+    checksums = {"train": train.checksum, "test": test.checksum}
+    if recipe.preprocess is None:
+        return Sets(train, test, outside, None, checksums)
+    transform = fitted(PRESETS[recipe.preprocess](), train, cache)
+    train, test = (transformed(transform, one, cache) for one in (train, test))
+    outside = outside and transformed(transform, outside, cache)
+    return Sets(train, test, outside, transform, checksums)
+
+
+def _outside(recipe: Recipe, root: str | Path | None) -> Dataset | None:
+    other = OUTSIDE.get(recipe.data or "")
+    try:
+        return None if other is None else data.load(other, split="test", root=root)
+    except FileNotFoundError as error:
+        warnings.warn(f"figure 2 goes without data that the members have not seen: {error}", stacklevel=4)
+        return None
+
+
+def _measure(
+    ensemble: Ensemble, sets: Sets, recipe: Recipe, seed: int, limit: int | None, options: Options
+) -> dict[str, Any]:
+    test, outside = sets.test[:limit], sets.outside and sets.outside[:limit]
+    batch = options.evaluation_batch
+    found = measure(ensemble, test, outside=outside, batch_size=batch, seed=seed)
+    held_out = hold_out(sets.train, recipe.validation)[1]
+    if isinstance(held_out, Dataset):
+        probs = predict(ensemble, held_out.images, batch_size=batch)
+        found["validation"] = errors(probs, held_out.targets)
+    return found | {
+        "test_examples": len(test),
+        "full_test": len(test) == len(sets.test),
+        "checksums": sets.checksums,
+        "outside": None if outside is None else OUTSIDE[str(recipe.data)],
+    }
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

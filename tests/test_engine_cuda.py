@@ -1,0 +1,538 @@
+"""The engine on a real GPU: captured, compiled and eager steps agree; a run resumes, falls back and diverges.
+
+Two trainings of the same start are compared by the distance between their weights as a share of the way that
+was trained: float32 in another order of summation differs in the 7th digit, and 20 steps amplify that. TF32
+is off. Other draws of masks or labels would put them apart by more than half of the way.
+
+M members, B batch, C classes, S samples.
+"""
+
+import itertools
+import re
+import signal
+import warnings
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from cmcl import Ensemble, Options, Recipe, fit
+from cmcl.engine import Diverged, Interrupted
+from cmcl.engine.checkpoint import Checkpoints
+from cmcl.engine.source import Resident
+from cmcl.engine.state import State
+from cmcl.engine.step import Captured, Step, set_lr
+from cmcl.networks import NETWORKS, resnet20
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+M, B, N, STEPS = 3, 16, 64, 20
+CLOSE = 0.02  # share of the way
+RECIPE = Recipe(
+    members=M,
+    overlap=2,
+    labels="sampled",
+    steps=STEPS,
+    batch_size=B,
+    lr=0.01,
+    weight_decay=1e-4,
+    nesterov=True,
+)
+OPTIONS = {
+    "cnn": dict(filters=(16, 32), hidden=32, dropout=0.0)
+}  # chance that cannot be handed in is left out
+
+
+@pytest.fixture(autouse=True)
+def exact_arithmetic():
+    """float32 is float32, and convolutions choose the same algorithm each time."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = False, False
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
+    torch.compiler.reset()
+
+
+@contextmanager
+def only_our_warnings():
+    """torch's own do not pass through its compiler if they are errors; a fallback of ours still fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message=".*and slower")
+        yield
+
+
+def examples(name="resnet20", n=N):
+    generator = torch.Generator().manual_seed(7)
+    dense = name == "fcn"
+    images = torch.randn(n, 3, 32, 32, generator=generator)
+    targets = torch.randint(2 if dense else 10, (n, 32, 32) if dense else (n,), generator=generator)
+    return images, targets
+
+
+def build(name="resnet20", seed=0, *, share=True, members=M, **options):
+    torch.manual_seed(seed)
+    options = OPTIONS.get(name, {}) | options
+    ensemble = Ensemble(lambda: NETWORKS[name](**options), members, share_after="stem" if share else None)
+    return ensemble.cuda().to(memory_format=torch.channels_last).train()
+
+
+def learned(ensemble):
+    return {name: p.detach().clone().double() for name, p in ensemble.named_parameters()}
+
+
+def distance(ours, theirs, start):
+    """How far two results lie apart, as a share of the way from the start to one of them."""
+    apart = sum((ours[key] - theirs[key]).square().sum() for key in start)
+    way = sum((theirs[key] - start[key]).square().sum() for key in start)
+    return (apart / way).sqrt().item()
+
+
+class Draws:
+    """Masks and labels for every step, at one place in memory: compiled and captured code read them there."""
+
+    def __init__(self, ensemble, images, targets, classes):
+        with torch.no_grad():
+            h = ensemble.members[0].stem(images[:B])
+        h = h[0] if isinstance(h, tuple) else h
+        self.masks = torch.zeros(M, M, *h.shape, dtype=torch.bool, device="cuda")
+        self.labels = torch.zeros(1, M, B, *targets.shape[1:], dtype=torch.long, device="cuda")
+        self.classes = classes
+
+    def draw(self, number):
+        generator = torch.Generator("cuda").manual_seed(number)
+        self.masks.copy_(torch.rand(self.masks.shape, device="cuda", generator=generator) < 0.7)
+        labels = torch.randint(self.classes, self.labels.shape, device="cuda", generator=generator)
+        self.labels.copy_(labels)
+
+
+def train(
+    ensembles,
+    data,
+    recipe,
+    *,
+    compile=False,
+    capture=False,
+    given=False,
+    seeds=None,
+    steps=STEPS,
+    epsilon=None,
+):
+    """20 steps as the loop takes them, on masks and labels that are handed in, or drawn by the step."""
+    seeds = seeds or list(range(len(ensembles)))
+    images, targets = (tensor.cuda() for tensor in data)
+    source = Resident(images, targets, recipe.batch_size, seeds, torch.device("cuda"))
+    classes = 10 if targets.ndim == 1 else 1
+    state = State(ensembles, seeds, recipe, classes, torch.device("cuda"))
+    objective, draws = recipe.objective, None
+    if given:
+        (ensemble,) = ensembles
+        draws = Draws(ensemble, images, targets, 10 if targets.ndim == 1 else 2)
+        ensemble.forward = partial(ensemble.forward, masks=draws.masks)
+        objective = objective | {"labels": draws.labels}
+        draws.draw(0)
+    step = Step(
+        ensembles,
+        source,
+        state.optimizer,
+        recipe,
+        state.tallies,
+        objective=objective,
+        ignore_index=255 if targets.ndim > 1 else None,
+        compile=compile,
+        streams=capture,
+        epsilon=epsilon,
+    )
+    torch.cuda.manual_seed(1)
+    set_lr(state.optimizer, recipe.lr)
+    source.begin(0, 0)
+    call = Captured(step) if capture else step
+    for epoch in range(steps):
+        for number in source.steps(epoch):
+            if number == source.steps(epoch).start and number < steps:
+                source.begin(epoch, number)
+            if number < steps:
+                set_lr(state.optimizer, recipe.lr_at(number, STEPS))
+                if draws:
+                    draws.draw(number)
+                call()
+    torch.cuda.synchronize()
+    return SimpleNamespace(weights=[learned(e) for e in ensembles], state=state)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_captured_compiled_and_eager_steps_agree(name):
+    """Sharing and stochastic labels on the same draws; no fallback for the networks that we ship."""
+    torch.compiler.reset()
+    start = learned(build(name))
+
+    def weights(**how):
+        return train([build(name)], examples(name), RECIPE, given=True, **how).weights[0]
+
+    with only_our_warnings():
+        eager = weights()
+        again = distance(weights(), eager, start)
+        compiled = distance(weights(compile=True), eager, start)
+        captured = distance(weights(compile=True, capture=True), eager, start)
+        uncompiled = distance(weights(capture=True), eager, start)
+    print(  # noqa: T201  (how close, for those who run it with -s)
+        f"{name}: eager again {again:.1e}, compiled {compiled:.1e}, captured {captured:.1e}, "
+        f"captured, not compiled {uncompiled:.1e} of the way"
+    )
+    assert max(compiled, captured, uncompiled) < CLOSE
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_captured_and_eager_steps_draw_the_same(name):
+    """Masks, labels and dropout from the CUDA generator, in the same order with and without a graph."""
+    options = dict(dropout=0.5) if name == "cnn" else {}
+    start = learned(build(name, **options))
+    eager = train([build(name, **options)], examples(name), RECIPE).weights[0]
+    captured = train([build(name, **options)], examples(name), RECIPE, capture=True).weights[0]
+    assert distance(captured, eager, start) < CLOSE
+
+
+def test_other_draws_would_be_noticed():
+    """The yardstick: what the tolerance is compared with."""
+    start = learned(build())
+    ours = train([build()], examples(), RECIPE).weights[0]
+    theirs = train([build()], examples(), RECIPE, given=True).weights[0]
+    assert distance(ours, theirs, start) > 5 * CLOSE
+
+
+def test_every_replay_draws_anew_and_as_often_as_said():
+    """Compiled draws are others than eager ones, but no two steps share them, and rates are right."""
+    torch.compiler.reset()
+
+    class Look(nn.Module):
+        """Features are ones, so that what arrives at the trunk counts the masks."""
+
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(1))
+            self.register_buffer("seen", torch.zeros(B, 400))
+
+        def stem(self, x):
+            return torch.ones_like(x) + 0 * self.scale
+
+        def trunk(self, h):
+            self.seen.copy_(h.detach())
+            return h[:, :10] * self.scale
+
+    ensemble = Ensemble(Look, 2, share_after="stem").cuda().train()
+    images, targets = torch.zeros(N, 400, device="cuda"), torch.zeros(N, dtype=torch.long, device="cuda")
+    recipe = Recipe(members=2, steps=STEPS, batch_size=B, lr=1e-6, labels="sampled")
+    source = Resident(images, targets, B, [0], torch.device("cuda"))
+    state = State([ensemble], [0], recipe, 10, torch.device("cuda"))
+    step = Step(
+        [ensemble],
+        source,
+        state.optimizer,
+        recipe,
+        state.tallies,
+        objective=recipe.objective,
+        compile=True,
+        streams=True,
+    )
+    # the statistics of a step that broke are put back, and so `seen` is only what a good step leaves
+    source.begin(0, 0)
+    with only_our_warnings():
+        captured = Captured(step)
+    seen = []
+    for _ in range(4):
+        captured()
+        seen += [member.seen.clone() for member in ensemble.members]
+    assert all(not a.equal(b) for a, b in itertools.combinations(seen, 2))
+    rate = torch.stack(seen).mean().item() - 1  # h_m + mask * h_n
+    assert abs(rate - 0.7) < 0.01  # 8 x 6,400 draws: deviation 0.002
+
+
+def test_the_captured_loop_never_waits_for_the_device():
+    ensemble = build()
+    images, targets = (tensor.cuda() for tensor in examples())
+    source = Resident(images, targets, B, [0], torch.device("cuda"))
+    state = State([ensemble], [0], RECIPE, 10, torch.device("cuda"))
+    step = Step(
+        [ensemble], source, state.optimizer, RECIPE, state.tallies, objective=RECIPE.objective, streams=True
+    )
+    source.begin(0, 0)
+    captured = Captured(step)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(4):
+            set_lr(state.optimizer, 0.1 / (number + 1))
+            source.feed()
+            captured()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.tallies[0].read()["loss"] > 0
+
+
+class TestRepeats:
+    """Nothing is left to chance here: on a GPU repeats draw from one generator, in turn."""
+
+    recipe = Recipe(members=M, overlap=2, steps=STEPS, batch_size=B, lr=0.01, clip=1.0)
+
+    def ensemble(self, seed):
+        ensemble = build(seed=seed)
+        ensemble.share_prob = 1.0
+        return ensemble
+
+    @pytest.mark.parametrize("compile", [False, True])
+    def test_captured_together_as_each_alone(self, compile):
+        torch.compiler.reset()
+        seeds = [4, 1, 6]
+        with only_our_warnings():
+            together = train(
+                [self.ensemble(seed) for seed in seeds],
+                examples(),
+                self.recipe,
+                seeds=seeds,
+                capture=True,
+                compile=compile,
+            )
+        for r, seed in enumerate(seeds):
+            alone = train([self.ensemble(seed)], examples(), self.recipe, seeds=[seed])
+            start = learned(self.ensemble(seed))
+            assert distance(together.weights[r], alone.weights[0], start) < CLOSE
+            ours, theirs = together.state.tallies[r].read(), alone.state.tallies[0].read()
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+
+
+class TestAdversarial:
+    """A sign jumps at 0, so results lie apart by a little more: 10 % of the way."""
+
+    @pytest.mark.parametrize("compile", [False, True])
+    def test_captured_as_eager(self, compile):
+        torch.compiler.reset()
+        recipe = Recipe(method="ie", members=M, steps=STEPS, batch_size=B, lr=0.01, adversarial=0.05)
+        data = examples()
+        epsilon = (0.05 * (data[0].amax(0) - data[0].amin(0))).cuda()
+        start = learned(build(share=False))
+        eager = train([build(share=False)], data, recipe, epsilon=epsilon).weights[0]
+        clean = train([build(share=False)], data, recipe).weights[0]
+        with only_our_warnings():
+            captured = train(
+                [build(share=False)], data, recipe, epsilon=epsilon, capture=True, compile=compile
+            ).weights[0]
+        apart = distance(captured, eager, start)
+        print(f"compile={compile}: {apart:.1e} of the way")  # noqa: T201
+        assert apart < 0.1
+        assert distance(clean, eager, start) > 0.2
+
+    def test_by_fit(self):
+        recipe = Recipe(method="ie", members=2, steps=6, batch_size=B, lr=0.01, adversarial=0.05)
+        ensemble = build(share=False, members=2)
+        with only_our_warnings():
+            result = fit(ensemble, examples(), recipe=recipe, options=Options(quiet=True))
+        assert result.steps == 6
+
+
+class NeedsTheHost(nn.Module):
+    """Looks at a value on the CPU, which no graph can hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+        self.head = nn.Linear(4, 10)
+
+    def trunk(self, h):
+        features = h.mean((2, 3))
+        return self.head(features if features.sum().item() < 1e9 else -features)
+
+    def forward(self, x):
+        return self.trunk(self.stem(x))
+
+
+class TestFallback:
+    @pytest.mark.parametrize("compile", [False, True])
+    def test_one_warning_and_the_same_result(self, compile):
+        torch.compiler.reset()
+
+        def run(capture):
+            torch.manual_seed(0)
+            ensemble = Ensemble(NeedsTheHost, M, share_after="stem")
+            options = Options(quiet=True, precision="float32", compile=compile, capture=capture)
+            fit(ensemble, examples(), recipe=RECIPE, seed=3, options=options)
+            return learned(ensemble)
+
+        torch.manual_seed(0)
+        start = learned(Ensemble(NeedsTheHost, M, share_after="stem").cuda())
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            ours = run(None)
+        ours_only = [str(w.message) for w in seen if "slower" in str(w.message)]
+        assert len(ours_only) == 1
+        assert ours_only[0].startswith("the step runs without a CUDA graph, and slower: ")
+        assert "captur" in ours_only[0]
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert torch.rand(3, device="cuda").numel() == 3  # the generator still works
+        with only_our_warnings():
+            theirs = run(False)
+        assert distance(ours, theirs, start) < CLOSE
+
+    def test_a_loader_runs_uncaptured_without_a_word(self):
+        data = torch.utils.data.TensorDataset(*examples())
+        loader = torch.utils.data.DataLoader(data, batch_size=B, shuffle=True)
+        with only_our_warnings():
+            result = fit(build(), loader, recipe=RECIPE, options=Options(quiet=True, compile=False))
+        assert result.steps == STEPS
+        with pytest.raises(TypeError, match="train must be tensors for a captured step. Got a DataLoader"):
+            fit(build(), loader, recipe=RECIPE, options=Options(quiet=True, capture=True))
+
+
+class TestFit:
+    def test_by_default_it_learns(self):
+        """bf16, compiled, captured: an easy problem is learned, and a row says how."""
+        images, targets = examples(n=256)
+        images[torch.arange(256), 0, targets, :] += 3.0  # a bright line whose height is the class
+        recipe = Recipe(
+            members=M, overlap=2, labels="sampled", sharing=True, epochs=20, batch_size=32, lr=0.05
+        )
+        ensemble = build()
+        with only_our_warnings():
+            result = fit(
+                ensemble,
+                (images, targets),
+                recipe=recipe,
+                test=(images, targets),
+                options=Options(quiet=True),
+            )
+        first, last = result.rows[0], result.rows[-1]
+        assert last["loss"] < first["loss"]
+        assert result.scores[0]["top1"] < 20
+        assert sum(last["win_rates"]) == pytest.approx(2)
+        assert next(ensemble.parameters()).dtype == torch.float32
+        assert last["images_per_second"] > 0
+
+    def test_nothing_global_is_left_changed(self):
+        before = torch.cuda.get_rng_state(), torch.backends.cudnn.benchmark
+        with only_our_warnings():
+            fit(build(), examples(), recipe=RECIPE, options=Options(quiet=True, compile=False))
+        assert torch.cuda.get_rng_state().equal(before[0])
+        assert torch.backends.cudnn.benchmark == before[1]
+        assert not torch.are_deterministic_algorithms_enabled()
+
+    def test_too_little_memory(self):
+        """The message says what to lower."""
+        ensemble = build()
+        images = torch.zeros(1, 1, 1, 1).expand(N, 3, 32, 32)
+        huge = Recipe(members=M, steps=1, batch_size=2**30, lr=0.1)
+        free = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 200e6 / free))
+        torch.cuda.empty_cache()
+        try:
+            with only_our_warnings(), pytest.raises(torch.OutOfMemoryError, match="Lower batch_size"):
+                fit(
+                    ensemble,
+                    (images.repeat(64, 1, 1, 1), torch.zeros(64 * N, dtype=torch.long)),
+                    recipe=huge,
+                    options=Options(quiet=True, compile=False),
+                )
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@contextmanager
+def interrupted_at(monkeypatch, number):
+    """SIGINT before the so many-th step."""
+    feed, count = Resident.feed, itertools.count()
+
+    def feed_and_interrupt(self):
+        if next(count) == number:
+            signal.raise_signal(signal.SIGINT)
+        feed(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Resident, "feed", feed_and_interrupt)
+        yield
+
+
+class TestResume:
+    @pytest.mark.parametrize(("name", "number"), [("resnet20", 5), ("resnet20", 7), ("cnn", 6)])
+    def test_equal_weights_where_determinism_is_asked_for(self, name, number, tmp_path, monkeypatch):
+        """4 steps an epoch: stopped after steps 6, 8 (the end of an epoch) and 7."""
+        recipe = Recipe(members=M, overlap=2, labels="sampled", sharing=True, epochs=3, batch_size=B, lr=0.01)
+        options = Options(quiet=True, deterministic=True)
+
+        def run(out, **more):
+            ensemble = build(name, dropout=0.5) if name == "cnn" else build(name)
+            try:
+                with only_our_warnings():
+                    fit(ensemble, examples(), recipe=recipe, seed=2, out=out, options=options, **more)
+            finally:
+                run.ensemble = ensemble
+            return ensemble.state_dict()
+
+        whole = run(tmp_path / "whole")
+        with (
+            interrupted_at(monkeypatch, number),
+            pytest.raises(Interrupted, match=f"at step {number + 1} of 12"),
+        ):
+            run(tmp_path / "parts")
+        parts = run(tmp_path / "parts", resume=True)
+        assert parts.keys() == whole.keys()
+        for key in whole:
+            assert parts[key].equal(whole[key]), key
+
+
+class TestNaN:
+    def test_the_loop_stops_with_the_last_good_state(self, tmp_path):
+        """One poisoned image; the step that meets it is known from the order of the stream."""
+        images, targets = examples()
+        images[20] = torch.nan
+        source = Resident(images, targets, B, [5], torch.device("cpu"))
+        source.begin(0, 0)
+        bad = next(
+            number for number in source.steps(0) if source.batch(0)[0].isnan().any() or source.advance()
+        )
+        assert bad > 0, "choose another image"
+        ensemble = build()
+        options = Options(quiet=True, compile=False, checkpoint_seconds=0.0)
+        recipe = Recipe(members=M, epochs=2, batch_size=B, lr=0.01)
+        with pytest.raises(Diverged) as error:
+            fit(ensemble, (images, targets), recipe=recipe, seed=5, out=tmp_path, options=options)
+        assert re.search(
+            rf"member \[0, 1, 2\] is NaN or infinite at step {bad}, with lr 0.01", str(error.value)
+        )
+        kept = Checkpoints(tmp_path / "checkpoints").latest()
+        assert kept.step == bad
+        for key, value in ensemble.state_dict().items():
+            assert value.isfinite().all()
+            assert value.cpu().equal(kept.tensors[f"ensemble.0.{key}"])
+
+
+def test_memory_of_a_captured_run_is_bounded():
+    """A second capture (after a warm start) and 50 replays need no more than the first."""
+    recipe = Recipe(members=M, epochs=4, batch_size=B, lr=0.01, warm_start=2)
+    options = Options(quiet=True, compile=False)
+    fit(build(), examples(), recipe=recipe, options=options)
+    torch.cuda.reset_peak_memory_stats()
+    fit(build(), examples(), recipe=recipe, options=options)
+    first = torch.cuda.max_memory_allocated()
+    for _ in range(3):
+        fit(build(), examples(), recipe=recipe, options=options)
+    assert torch.cuda.max_memory_allocated() <= 1.1 * first
+
+
+def test_the_same_network_on_cpu_and_gpu():
+    """An epoch of an independent ensemble, which draws nothing: the devices agree."""
+    recipe = Recipe(method="ie", members=M, steps=4, batch_size=B, lr=0.01)
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        ensemble = Ensemble(resnet20, M)
+        options = Options(device=device, precision="float32", compile=False, quiet=True)
+        fit(ensemble, examples(), recipe=recipe, options=options)
+        results.append({name: p.detach().cpu().double() for name, p in ensemble.named_parameters()})
+    torch.manual_seed(0)
+    start = {name: p.detach().double() for name, p in Ensemble(resnet20, M).named_parameters()}
+    assert distance(*results, start) < CLOSE
