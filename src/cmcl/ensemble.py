@@ -82,7 +82,7 @@ class Ensemble(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
-        """The answer for inputs (B, ...), in eval mode, streamed through the device in pieces of `batch_size`."""
+        """The answer for inputs (B, ...), in eval mode, streamed through the device by `batch_size`."""
         batch_size = max(len(checks.inputs(x)), 1) if batch_size is None else batch_size
         checks.positive("batch_size", batch_size)
         device = next(self.parameters(), x).device
