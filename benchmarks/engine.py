@@ -1,7 +1,7 @@
 """The training engine against a plain loop over members: python benchmarks/engine.py --network resnet20
 
 Every row is one step of a whole ensemble, CMCL with K=3, all in one process on random images of the real
-shape. The plain loop is a fair one: cuDNN autotuning, TF32, the fused optimiser, data on the device, masks and
+shape. The plain loop is a fair one: cuDNN autotuning, TF32, fused optimiser, data on the device, masks and
 labels as in the paper, nothing else. The engine's rows are its whole loop: data order and gather, loss,
 telemetry.
 

@@ -358,26 +358,31 @@ class TestCompiled:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", NETWORKS)
-    def test_equals_the_eager_step(self, name):
+    @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 0.1), (torch.float64, 1e-6)], ids=str)
+    def test_equals_the_eager_step(self, name, dtype, close):
         """After 20 steps on the same draws, without a fallback (warnings are errors).
 
         Compiled code draws its numbers in another way, so it is told to draw them as eager code does. Rounding
-        differs, and training amplifies it: the results may lie apart by 1 % of the way that was trained.
+        differs, and a deep network amplifies it: with lr 1e-5, a change of the memory layout alone puts float32
+        weights of GoogLeNet-18 and VGGNet-17 apart by 3 % of the way that was trained, other draws by 130 %.
         """
         torch.compiler.reset()
         options, size = SMALL[name]
-        recipe = replace(RECIPE, lr=0.005, members=2, overlap=1, samples=1)
-        examples = data(size, channels=3, classes=options["classes"], dense=name == "fcn")
+        recipe = replace(RECIPE, lr=1e-5, members=2, overlap=1, samples=1)
+        images, targets = data(size, channels=3, classes=options["classes"], dense=name == "fcn")
 
         def train(compile, steps=20):
             torch.manual_seed(0)
-            ensemble = Ensemble(lambda: NETWORKS[name](**options), 2, share_after="stem")
+            ensemble = Ensemble(lambda: NETWORKS[name](**options), 2, share_after="stem").to(dtype)
+            examples = images.to(dtype), targets
             run(*make([ensemble], recipe, examples=examples, compile=compile), recipe, steps)
             return weights(ensemble)
 
         with only_our_warnings(), torch._inductor.config.patch(fallback_random=True):
             compiled = train(True)
-        assert distance(compiled, train(False), train(False, steps=0)) < 0.01
+        apart = distance(compiled, train(False), train(False, steps=0))
+        print(f"{name}, {dtype}: {apart:.1e} of the way")  # noqa: T201
+        assert apart < close
         torch.compiler.reset()
 
 

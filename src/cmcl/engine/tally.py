@@ -59,10 +59,9 @@ class Tally:
         return self.bad.isfinite().any().float()
 
     def count_step(self, gradient_norm: Tensor) -> None:
-        """Add what is known once a step."""
-        self.bad.copy_(
-            torch.where(gradient_norm.isfinite(), self.bad, self.bad.clamp(max=self.sums[len(BATCH)]))
-        )
+        """Add what is known once a step. A gradient is all members' fault if no member's loss is."""
+        known = gradient_norm.isfinite() | self.bad.isfinite().any()
+        self.bad.copy_(torch.where(known, self.bad, self.sums[len(BATCH)]))
         self.sums[len(BATCH) :] += torch.stack([gradient_norm.new_ones(()), gradient_norm])
 
 
