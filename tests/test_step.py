@@ -368,7 +368,7 @@ class TestCompiled:
         """
         torch.compiler.reset()
         options, size = SMALL[name]
-        recipe = replace(RECIPE, lr=1e-5, members=2, overlap=1, samples=1)
+        recipe = replace(RECIPE, lr=1e-5, members=2, overlap=1, samples=1, batch_size=16)
         images, targets = data(size, channels=3, classes=options["classes"], dense=name == "fcn")
 
         def train(compile, steps=20):
