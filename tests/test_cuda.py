@@ -144,7 +144,9 @@ def test_sharing_memory(members):
 @pytest.mark.parametrize("name", cmcl.networks.NETWORKS)
 def test_networks_compile_and_agree(name, monkeypatch):
     torch.compiler.reset()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # so that rounding is not a reason to differ
+    monkeypatch.setattr(
+        torch.backends.cudnn, "allow_tf32", False
+    )  # so that rounding is not a reason to differ
     torch.manual_seed(0)
     ensemble = Ensemble(cmcl.networks.NETWORKS[name], 2, share_after="stem").cuda().eval()
     x = torch.randn(4, 3, 32, 32, device="cuda")

@@ -1,5 +1,6 @@
 """The ensemble as its users meet it: building, forward, predict, state."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -146,6 +147,14 @@ class TestForward:
         fast = torch.compile(ensemble, fullgraph=True, backend=backend)
         torch.testing.assert_close(fast(x), ensemble(x))
 
+    def test_masks_where_nothing_is_shared(self):
+        with pytest.raises(ValueError, match="masks must be left out where no features are shared"):
+            Ensemble(Net, 2)(torch.zeros(3, 4), masks=torch.ones(2, 2, 3, 4, dtype=torch.bool))
+
+    def test_the_place_of_sharing_is_fixed(self):
+        with pytest.raises(AttributeError):
+            Ensemble(Net, 2).share_after = "act"
+
     def test_another_device(self):
         with pytest.raises(ValueError, match="x must be on cpu like the rest. Got meta"):
             Ensemble(Net, 2)(torch.zeros(2, 4, device="meta"))
@@ -176,10 +185,11 @@ class TestPredict:
         ensemble.members[0].bn.eval()  # a frozen layer in a training ensemble
         state = {key: value.clone() for key, value in ensemble.state_dict().items()}
         modes = [module.training for module in ensemble.modules()]
-        first, again = ensemble.predict(torch.randn(7, 4)), ensemble.predict(torch.randn(7, 4))
+        x = torch.randn(7, 4)
+        first, again = ensemble.predict(x), ensemble.predict(x)
         assert [module.training for module in ensemble.modules()] == modes
         assert all(value.equal(state[key]) for key, value in ensemble.state_dict().items())
-        assert first.probs.shape == again.probs.shape
+        assert first.probs.equal(again.probs), "no dropout, no batch statistics"
 
     def test_mode_is_restored_after_an_error(self):
         ensemble = Ensemble(Net, 2)
@@ -208,6 +218,34 @@ class TestPredict:
     def test_bad_batch_size(self, batch_size):
         with pytest.raises((ValueError, TypeError), match="batch_size must be"):
             Ensemble(Net, 1).predict(torch.zeros(7, 4), batch_size=batch_size)
+
+    def test_an_empty_batch(self):
+        p = Ensemble(Net, 2).predict(torch.zeros(0, 4))
+        assert p.probs.shape == (0, 3)
+        assert p.chosen.shape == (0,)
+
+    def test_double_precision_stays(self):
+        assert Ensemble(Net, 2).double().predict(torch.zeros(3, 4).double()).probs.dtype == torch.float64
+
+    @pytest.mark.parametrize("x", [[1.0], np.zeros((2, 4), dtype=np.float32), torch.tensor(1.0)])
+    def test_inputs_must_be_tensors(self, x):
+        ensemble = Ensemble(Net, 2)
+        for call in (ensemble, ensemble.predict):
+            with pytest.raises(TypeError, match="x must be a tensor with the batch on its first axis"):
+                call(x)
+
+    def test_a_member_that_answers_nan_is_named(self):
+        ensemble = Ensemble(Net, 3)
+        nn.init.constant_(ensemble.members[1].fc2.bias, torch.nan)
+        with pytest.raises(ValueError, match=r"NaN or \+inf. Got that from member \[1\]"):
+            ensemble.predict(torch.zeros(3, 4))
+
+    @pytest.mark.parametrize("network", [5, None, "net"])
+    def test_what_is_no_network(self, network):
+        with pytest.raises(
+            TypeError, match="network must be a function that builds a member, or a list of modules"
+        ):
+            Ensemble(network)
 
     def test_half_precision_networks_answer_in_float32(self):
         ensemble = Ensemble(lambda: nn.Linear(4, 3), 2).bfloat16()

@@ -265,7 +265,8 @@ class TestNumerics:
     @pytest.mark.parametrize("labels", ["exact", "sampled"])
     @pytest.mark.parametrize("beta", [0.0, 0.75])
     def test_finite_for_huge_logits(self, labels, beta):
-        logits = (torch.tensor([1e4, -1e4, 0.0])[torch.randint(3, (4, 6, 3))]).requires_grad_()
+        picks = torch.randint(3, (4, 6, 3), generator=torch.Generator().manual_seed(0))
+        logits = torch.tensor([1e4, -1e4, 0.0])[picks].requires_grad_()
         loss = confident_oracle_loss(logits, torch.arange(6) % 3, labels=labels, beta=beta, overlap=2)
         assert loss.total.isfinite()
         assert gradient(loss, logits).isfinite().all()
@@ -286,6 +287,17 @@ class TestNumerics:
             loss = confident_oracle_loss(half, targets)
         assert loss.total.dtype == loss.kl.dtype == torch.float32
         torch.testing.assert_close(loss.total, confident_oracle_loss(half.float(), targets).total)
+
+    @pytest.mark.parametrize("loss", [oracle_loss, independent_loss])
+    def test_a_class_masked_out_by_minus_infinity(self, loss):
+        """Its KL is infinite, and 0 * inf is NaN: MCL and IE must not look at it."""
+        logits, targets = draw(3, 4, 5)
+        masked = logits.detach().clone()
+        masked[:, :, 4] = -torch.inf
+        targets = targets.clamp(max=3)
+        expected = loss(masked[:, :, :4], targets)
+        assert loss(masked, targets).assignment.equal(expected.assignment)
+        torch.testing.assert_close(loss(masked, targets).total, expected.total)
 
     def test_float64_stays(self):
         logits, targets = draw(3, 4, 5, dtype=torch.float64)

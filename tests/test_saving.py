@@ -3,6 +3,7 @@
 import json
 import os
 import pickletools
+from hashlib import sha256
 
 import pytest
 import torch
@@ -122,8 +123,21 @@ def test_half_precision_comes_back_as_float32(saved, tmp_path):
     ensemble, _ = saved
     ensemble.half().save(tmp_path / "half")
     assert weights(tmp_path / "half").stat().st_size < weights(saved[1]).stat().st_size
-    assert cmcl.load(tmp_path / "half").members[0].trunk is not None
     assert next(cmcl.load(tmp_path / "half").parameters()).dtype == torch.float32
+
+
+def test_double_precision_stays(saved, tmp_path):
+    saved[0].double().save(tmp_path / "double")
+    assert next(cmcl.load(tmp_path / "double").parameters()).dtype == torch.float64
+
+
+def test_a_network_of_the_users_that_has_a_name(tmp_path):
+    class Named(Own):
+        name = "cnn"
+
+    ensemble = Ensemble(Named, 2)
+    ensemble.save(tmp_path)
+    assert len(cmcl.load(tmp_path, network=Named).members) == 2
 
 
 def test_channels_last(saved, tmp_path):
@@ -217,6 +231,39 @@ class TestDamage:
         path.write_text(json.dumps(config))
         with pytest.raises(ValueError, match=f"is damaged: {key} missing"):
             cmcl.load(saved[1])
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"weights": {"file": "x.safetensors"}}, "weights missing or malformed"),
+            ({"members": ["cnn"]}, "members missing or malformed"),
+            ({"members": [{"network": "cnn"}] * 3}, "its cnn cannot be built"),
+            ({"members": [{"network": "cnn", "options": {"colour": 1}}] * 3}, "its cnn cannot be built"),
+            ({"version": "1"}, "format version '1'. Save the ensemble again"),
+        ],
+    )
+    def test_malformed_entries(self, saved, changes, message):
+        edit(saved[1], **changes)
+        with pytest.raises(ValueError, match=message):
+            cmcl.load(saved[1])
+
+    def test_fewer_members_named_than_saved(self, saved):
+        config = json.loads((saved[1] / "config.json").read_text())
+        edit(saved[1], members=config["members"][:2])
+        with pytest.raises(ValueError, match="2 members named, 3 saved"):
+            cmcl.load(saved[1])
+
+    def test_a_foreign_file_with_the_right_checksum(self, saved):
+        path = weights(saved[1])
+        path.write_bytes(b"not safetensors at all")
+        edit(saved[1], weights={"file": path.name, "sha256": sha256(path.read_bytes()).hexdigest()})
+        with pytest.raises(ValueError, match="must be a safetensors file"):
+            cmcl.load(saved[1])
+
+    def test_a_file_in_the_way(self, saved, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(ValueError, match="path must be a folder"):
+            saved[0].save(tmp_path / "file")
 
     @pytest.mark.parametrize("position", [0, 8, 30, -1])
     def test_any_flipped_byte_is_seen(self, saved, position):

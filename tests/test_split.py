@@ -168,3 +168,78 @@ def test_what_cannot_be_cut_says_why_and_the_way_out(case):
     network, name, message = CANNOT[case]
     with pytest.raises(ValueError, match=message):
         Ensemble(network, 2, share_after=name)
+
+
+class HeadOutside(nn.Module):
+    """Submodules that happen to be called stem and trunk; forward does more than call them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.trunk, self.head = nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.trunk(self.stem(x).relu()).relu())
+
+
+def test_submodules_called_stem_and_trunk_are_not_taken_for_the_whole():
+    ensemble = Ensemble(HeadOutside, 2, share_after="stem", share_at_test="off").eval()
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(ensemble(x), torch.stack([member(x) for member in ensemble.members]))
+
+
+class TwoInputs(Reuses):
+    def forward(self, x, mask):
+        return self.a(x) * mask
+
+
+class OnlyArgs(Reuses):
+    def forward(self, *args):
+        return self.a(args[0])
+
+
+class ListDefault(Reuses):
+    def forward(self, x, sizes=(1, 2)):
+        return self.act(self.a(x))
+
+
+class MakesNoise(Reuses):
+    def forward(self, x):
+        return self.act(self.a(x) + torch.randn(4))
+
+
+FROZEN = {
+    "needs another argument": (TwoInputs, "its forward needs 'mask' besides the input"),
+    "no named input": (OnlyArgs, "its forward must name its input"),
+    "a container for a default": (ListDefault, "its forward needs 'sizes' besides the input"),
+    "noise that tracing would freeze": (MakesNoise, "makes a tensor in forward, which tracing would freeze"),
+}
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_what_tracing_would_get_wrong_is_refused(case):
+    network, message = FROZEN[case]
+    with pytest.raises(ValueError, match=message):
+        split(network(), "a")
+
+
+def test_refusing_leaves_nothing_on_the_network():
+    network = MakesNoise()
+    before = set(vars(network))
+    with pytest.raises(ValueError, match="tracing would freeze"):
+        split(network, "a")
+    assert set(vars(network)) == before
+
+
+def test_features_must_be_tensors():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    with pytest.raises(
+        TypeError, match="features must be tensors. Got tuple from member 0; share after a module"
+    ):
+        Ensemble(Recurrent, 2, share_after="rnn")(torch.zeros(2, 4))

@@ -113,18 +113,20 @@ def no_numbers(logits: Tensor) -> None:
         )
 
 
-def features(shared: Sequence[Tensor], masks: Tensor | None) -> None:
-    """Shared features must agree in shape, and masks with them: (M, M, B, ...) boolean."""
-    if not shared:
+def features(given: Sequence[Tensor], masks: Tensor | None, *, shared: bool) -> None:
+    """Features must agree in shape; masks, only where they are `shared`, are (M, M, B, ...) boolean."""
+    if masks is not None and not shared:
+        raise ValueError("masks must be left out where no features are shared. Got some.")
+    if not given:
         raise ValueError("features must hold one tensor a member. Got none.")
-    for m, h in enumerate(shared):
+    for m, h in enumerate(given):
         if not isinstance(h, Tensor):
             raise TypeError(
                 f"features must be tensors. Got {kind(h)} from member {m}; share after a module that returns "
                 "one tensor."
             )
-    first = shared[0]
-    for m, h in enumerate(shared):
+    first = given[0]
+    for m, h in enumerate(given):
         if h.shape != first.shape:
             raise ValueError(
                 "shared features must have one shape for all members. "
@@ -134,7 +136,7 @@ def features(shared: Sequence[Tensor], masks: Tensor | None) -> None:
         same_device(f"features[{m}]", h, first)
     if masks is None:
         return
-    expected = (len(shared), len(shared), *first.shape)
+    expected = (len(given), len(given), *first.shape)
     if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape != expected:
         raise ValueError(f"masks must be a boolean tensor of shape {expected}. Got {kind(masks)}.")
     same_device("masks", masks, first)

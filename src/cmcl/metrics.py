@@ -197,6 +197,8 @@ def _pooled(case: _Case) -> tuple[Tensor, Tensor]:
 
 def _check(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> _Case:
     _check_probs("member_probs", member_probs, 2)
+    if not member_probs.numel():
+        raise ValueError(f"member_probs must hold at least one example. Got {checks.kind(member_probs)}.")
     expected = (member_probs.shape[1], *member_probs.shape[3:])
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.shape != expected:
         raise ValueError(
@@ -209,8 +211,6 @@ def _check(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> _
     labels = targets.reshape(len(targets), -1).long()
     counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
     images = counts.any(1)
-    if not len(labels):
-        raise ValueError("member_probs must hold at least one example. Got none.")
     if not images.any():
         raise ValueError(f"targets must hold more than ignore_index. Got nothing but {ignore_index}.")
     low, high = labels[counts].aminmax()

@@ -40,10 +40,8 @@ def share_features(
     """
     checks.choice("mode", mode, MODES)
     checks.probability("prob", prob)
-    checks.features(features, masks)
+    checks.features(features, masks, shared=mode != "off")
     if mode == "off":
-        if masks is not None:
-            raise ValueError("masks must be left out where no features are shared. Got some.")
         return list(features)
     mixed = []
     for m, own in enumerate(features):
