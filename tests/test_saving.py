@@ -305,11 +305,29 @@ class TestTransforms:
         assert not any(key.startswith("transform") for key in load_file(weights(tmp_path / "with")))
         images = self.raw()
         with pytest.raises(
-            ValueError, match="uint8 images must go through a fitted transform.*load the ensemble with root="
+            ValueError,
+            match="must go through the zca fitted on digits, which was not saved.*Load it with root=",
         ):
             cmcl.load(tmp_path / "with").predict(images)
         loaded = cmcl.load(tmp_path / "with", root=tmp_path)
         torch.testing.assert_close(loaded.predict(images).probs, whitened.predict(images).probs)
+
+    def test_its_name_survives_loading_and_saving_without_it(self, whitened, tmp_path):
+        whitened.save(tmp_path / "first")
+        cmcl.load(tmp_path / "first").save(tmp_path / "second")
+        images = self.raw()
+        loaded = cmcl.load(tmp_path / "second", root=tmp_path)
+        torch.testing.assert_close(loaded.predict(images).probs, whitened.predict(images).probs)
+
+    def test_one_that_no_data_set_gives_again_always_travels(self, whitened, tmp_path):
+        whitened.transform = ZCA().fit(torch.randint(256, (90, 1, 8, 8), dtype=torch.uint8))
+        whitened.save(tmp_path / "with")
+        images = self.raw()
+        assert cmcl.load(tmp_path / "with").predict(images).probs.equal(whitened.predict(images).probs)
+
+    def test_without_any(self, saved):
+        with pytest.raises(ValueError, match="this ensemble has none. Set ensemble.transform"):
+            saved[0].predict(self.raw())
 
     def test_a_large_one_travels_on_request(self, whitened, tmp_path):
         whitened.save(tmp_path / "with", with_transform=True)

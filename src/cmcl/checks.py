@@ -163,7 +163,7 @@ def fitted(transform: T | None) -> T:
     if transform is None:
         raise ValueError(
             "uint8 images must go through a fitted transform, and this ensemble has none. "
-            "Set ensemble.transform, or load the ensemble with root=, the folder of its data."
+            "Set ensemble.transform, such as cmcl.data.preprocess.MeanStd().fit(images)."
         )
     return transform
 

@@ -96,7 +96,7 @@ class Ensemble(nn.Module):
         return Prediction(member_probs.mean(0), member_probs, uncertainty, uncertainty.argmin(0))
 
     def transformed(self, x: Tensor) -> Tensor:
-        """Images as the networks see them: raw ones, uint8, go through `self.transform`."""
+        """Inputs as the networks see them: uint8 images go through `self.transform`, others stay."""
         return checks.fitted(self.transform).transform(x) if x.dtype == torch.uint8 else x
 
     def save(self, path: str | Path, *, with_transform: bool = False) -> None:

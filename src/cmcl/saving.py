@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from . import __version__
 from .data import preprocess
-from .data.transform import Transform
+from .data.transform import Chunks, Transform
 from .ensemble import Ensemble
 from .files import replacing
 from .members import Network, build_members
@@ -28,18 +28,15 @@ from .sharing import MODES
 FORMAT = "cmcl-ensemble"
 VERSION = 1  # raise it when an older program could misread what is written
 SMALL = 1 << 20  # bytes of a transform that always travels with its ensemble
-SETTINGS = (
-    "share_after",
-    "share_prob",
-    "share_at_test",
-)  # arguments of Ensemble, attributes of the same name
+# Arguments of Ensemble, and attributes of the same name.
+SETTINGS = ("share_after", "share_prob", "share_at_test")
 
 
 def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) -> None:
     """Write `ensemble` to the folder `path`, replacing an ensemble that is there.
 
-    The transform of its images is named in config.json, and its tensors are saved too if they are small or
-    `with_transform` asks for them (a whitening matrix has 36 MiB).
+    The transform of its images is named in config.json. Its tensors are saved too if they are small, if they
+    could not be fitted again from a data set, or if `with_transform` asks for them (whitening takes 36 MiB).
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
@@ -50,7 +47,8 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
     transform = None
     if ensemble.transform is not None:
         transform, learned = ensemble.transform.state()
-        if with_transform or ensemble.transform.nbytes <= SMALL:
+        for_good = not (transform["source"] or {}).get("recipe")  # fitted on what no data set gives again
+        if with_transform or for_good or ensemble.transform.nbytes <= SMALL:
             tensors |= {f"transform.{key}": value for key, value in learned.items()}
     data = safetensors.torch.save(tensors)
     checksum = sha256(data).hexdigest()
@@ -119,6 +117,36 @@ def load(
     return ensemble
 
 
+class Missing(Transform):
+    """Stands for a transform that was too large to be saved: it has a name, but cannot be used."""
+
+    kind = "missing"
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__post_init__()
+        self.config = config
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What was loaded, so that saving again keeps the name."""
+        return self.config, {}
+
+    def transform(self, images: Tensor) -> Tensor:
+        """Say how to get it."""
+        name = self.config["source"]["recipe"]["name"]
+        raise ValueError(
+            f"uint8 images must go through the {self.config['kind']} fitted on {name}, which was not saved "
+            "with this ensemble. Load it with root=, the folder of that data set, or set ensemble.transform."
+        )
+
+    def _fit(self, chunks: Chunks) -> None:
+        raise NotImplementedError
+
+    def _apply(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    _invert = _apply
+
+
 def _transform(
     config: dict[str, Any] | None, weights: dict[str, Tensor], root: str | Path | None
 ) -> Transform | None:
@@ -127,7 +155,7 @@ def _transform(
     learned = {k.removeprefix("transform."): t for k, t in weights.items() if k.startswith("transform.")}
     if learned or not preprocess.build(config).needs_fit:
         return preprocess.from_state(config, learned)
-    return None if root is None else preprocess.refit(config, root)
+    return Missing(config) if root is None else preprocess.refit(config, root)
 
 
 def _describe(member: nn.Module) -> dict[str, Any]:
