@@ -192,6 +192,21 @@ def test_captured_compiled_and_eager_steps_agree(name):
     assert max(compiled, captured, uncompiled) < CLOSE
 
 
+@pytest.mark.parametrize("name", ["googlenet18", "resnet20"])
+def test_compiled_and_eager_steps_agree_in_float64(name):
+    """Where float32 cannot tell rounding from a mistake: the deepest network, and the one most used."""
+    torch.compiler.reset()
+
+    def weights(**how):
+        ensemble = build(name, dtype=torch.float64)
+        return train([ensemble], examples(name), RECIPE, given=True, steps=5, **how).weights[0]
+
+    with only_our_warnings():
+        apart = distance(weights(compile=True), weights(), learned(build(name, dtype=torch.float64)))
+    print(f"{name}: {apart:.1e} of the way")  # noqa: T201
+    assert apart < CLOSE64
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_captured_and_eager_steps_draw_the_same(name):
     """Masks, labels and dropout from the CUDA generator, in the same order with and without a graph."""

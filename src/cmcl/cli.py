@@ -63,7 +63,7 @@ def data_check(
     """Load a set and print counts, class histogram, channel means and deviations."""
     from .data import check
 
-    report = check(name, root=root, validation=validation, seed=seed, **_options(option or []))
+    report = check(name, root=root, validation=validation, seed=seed, options=_options(option or []))
     typer.echo(json.dumps(report, indent=2) if as_json else _describe(report))
 
 
@@ -86,7 +86,7 @@ def _describe(report: dict[str, Any]) -> str:
     lines = [f"{report['set']}: " + ", ".join(f"{n:,} {split}" for split, n in report["counts"].items())]
     lines += [f"  {name:<{width}}  {count:,}" for name, count in report["classes"].items()]
     lines += [f"  {key:<4}  " + "  ".join(f"{x:.4f}" for x in report[key]) for key in ("mean", "std")]
-    lines += ["  counts, classes, mean and std are those of the published set"] if report["published"] else []
+    lines += ["  images and labels are those of the published set"] if report["published"] else []
     lines += [f"  note: {note}" for note in report["notes"]]
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,46 @@ def test_a_damaged_file_is_built_again(tmp_path, digits, damage):
     whole = [path.read_bytes() for path in files(tmp_path)]
     for path in files(tmp_path):
         path.write_bytes(damage(path.read_bytes()))
-    with pytest.warns(UserWarning, match=r"transforms/.* is damaged: it is built again"):
+    with pytest.warns(UserWarning, match=r"transforms/.* is damaged or unreadable: it is built again"):
         fit = cache.fitted(MeanStd(), digits, tmp_path)
-    with pytest.warns(UserWarning, match=r"images/.* is damaged: it is built again"):
+    with pytest.warns(UserWarning, match=r"images/.* is damaged or unreadable: it is built again"):
         rebuilt = cache.transformed(fit, digits, tmp_path).images
     assert torch.equal(rebuilt, expected)
     assert [path.read_bytes() for path in files(tmp_path)] == whole
+
+
+@pytest.mark.parametrize("bit", [1, 32])
+def test_damage_to_the_header_is_never_taken_for_truth(tmp_path, digits, bit):
+    """One flipped bit, anywhere before the tensors: the same fit comes back, read or built again."""
+    make = lambda: Chain([GCN(), MeanStd()])  # noqa: E731
+    fit = cache.fitted(make(), digits, tmp_path)
+    expected, (path,) = fit.transform(digits.images[:3]), files(tmp_path)
+    whole = path.read_bytes()
+    for i in range(8 + int.from_bytes(whole[:8], "little")):
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ bit]) + whole[i + 1 :])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = cache.fitted(make(), digits, tmp_path)
+        assert found.state()[0] == fit.state()[0], i
+        assert torch.equal(found.transform(digits.images[:3]), expected), i
+
+
+def test_a_whole_file_of_another_fit_is_not_read(tmp_path, digits):
+    fit = cache.fitted(MeanStd(), digits, tmp_path)
+    (path,) = files(tmp_path)
+    MeanStd().fit(digits[:50]).save(path)
+    with pytest.warns(UserWarning, match="built again"):
+        found = cache.fitted(MeanStd(), digits, tmp_path)
+    assert torch.equal(found.transform(digits.images), fit.transform(digits.images))
+
+
+def test_a_cache_that_may_not_be_entered_does_not_stop_the_work(tmp_path, digits, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.warns(UserWarning, match="built again"):
+        cache.fitted(MeanStd(), digits, tmp_path)
 
 
 def test_a_disk_that_takes_nothing_does_not_stop_the_work(tmp_path, digits):
@@ -81,9 +116,11 @@ from cmcl.data import cache, load
 from cmcl.data.preprocess import MeanStd
 digits = load("digits")
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # a write beyond fails, as on a full disk
-warnings.simplefilter("ignore")
 fit = MeanStd().fit(digits)
-assert cache.transformed(fit, digits, sys.argv[1]).images.shape == digits.images.shape
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    assert cache.transformed(fit, digits, sys.argv[1]).images.shape == digits.images.shape
+assert "going on without a cache" in str(told[0].message)
 """
 
 

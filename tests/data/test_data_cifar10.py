@@ -1,6 +1,8 @@
+import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,6 +97,31 @@ def test_a_missing_batch_is_named(tmp_path, cifar):
         load("cifar10", root=tmp_path / "archive")
 
 
+def test_a_complete_archive_beside_an_incomplete_folder(tmp_path, cifar):
+    archive = cifar.write_archive(tmp_path)
+    cifar.write(tmp_path, {"data_batch_1": b"half of what was unpacked"})
+    assert load("cifar10", root=tmp_path).source == str(archive)
+    archive.unlink()
+    cifar.write(tmp_path, cifar.binary_files(), "cifar-10-batches-bin")
+    assert load("cifar10", root=tmp_path).source.endswith("cifar-10-batches-bin")
+
+
+@pytest.mark.parametrize("names", [3, None, "automobile", [1] * 10, [["cat"]] * 10, ["cat"] * 9])
+def test_wrong_names_of_classes_are_refused(tmp_path, cifar, names):
+    files = cifar.files() | {"batches.meta": pickle.dumps({"label_names": names}, protocol=2)}
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/cifar-10-batches-py/batches.meta must hold 10 class names"
+    ):
+        load("cifar10", root=cifar.write(tmp_path, files))
+
+
+def test_a_label_of_the_binary_version_out_of_range(tmp_path, cifar):
+    files = cifar.binary_files()
+    files["data_batch_2.bin"] = b"\x0b" + files["data_batch_2.bin"][1:]
+    with pytest.raises(ValueError, match=r"data_batch_2.bin must hold labels 0 to 9. Got \[11\]"):
+        load("cifar10", root=cifar.write(tmp_path, files, "cifar-10-batches-bin"))
+
+
 def test_an_archive_cut_in_half(tmp_path, cifar):
     archive = cifar.write_archive(tmp_path)
     content = archive.read_bytes()
@@ -130,14 +157,24 @@ def test_something_else_than_an_archive(tmp_path, content):
             {"data": np.zeros((20, 3000), np.uint8), "labels": [0] * 20},
             r"\(n, 3072\). Got uint8 \(20, 3000\)",
         ),
-        ({"data": np.zeros((20, 3072), np.float32), "labels": [0] * 20}, "Got float32"),
+        ({"data": np.zeros((20, 3072), np.float32), "labels": [0] * 20}, "arrays must be uint8, not 'f4'"),
         ({"data": np.zeros((20, 3072), np.uint8), "labels": [0] * 19 + [11]}, r"labels 0 to 9. Got \[11\]"),
         ({"data": np.zeros((20, 3072), np.uint8), "labels": [0] * 19}, "20 labels. Got 19"),
-        ({"data": np.zeros((20, 3072), np.uint8), "labels": ["cat"] * 20}, "whole numbers as labels"),
+        (
+            {"data": np.zeros((20, 3072), np.uint8), "labels": ["cat"] * 20},
+            "whole numbers as labels. Got str",
+        ),
+        (
+            {"data": np.zeros((20, 3072), np.uint8), "labels": [1.5] * 20},
+            "whole numbers as labels. Got float",
+        ),
+        ({"data": np.zeros((20, 3072), np.uint8), "labels": [[1]] * 20}, "whole numbers as labels. Got list"),
+        ({"data": np.zeros((20, 3072), np.uint8), "labels": [10**30] * 20}, r"labels 0 to 9. Got \[1000"),
         (
             {"data": np.zeros((7, 3072), np.uint8), "labels": [0] * 7},
             "20 images, as the other batches do. Got 7",
         ),
+        ({3: np.zeros((20, 3072), np.uint8), "labels": [0] * 20}, "a text is expected, not int"),
         ({"pixels": 1}, r"data and labels. Got \['pixels'\]"),
         ([1, 2], "a dict is expected, not list"),
     ],
@@ -179,6 +216,62 @@ def test_an_evil_pickle_runs_nothing(tmp_path, cifar, call, protocol):
     with pytest.raises(ValueError, match="is not allowed in a data file"):
         load("cifar10", root=tmp_path)
     assert not mark.exists()
+
+
+FORGED = """
+import io, pickle, sys
+import numpy as np
+from cmcl.data import unpickle
+try:
+    content = unpickle.read_dict(io.BytesIO(eval(sys.argv[1])))
+    print(content["data"].dtype, content["data"].tolist())
+except ValueError as error:
+    print("refused:", error)
+assert np.frombuffer(b"ab", dtype=np.uint8).tolist() == [97, 98]
+assert pickle.loads(pickle.dumps(np.arange(3), protocol=5)).tolist() == [0, 1, 2]
+"""
+ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR(K\x01(K\x01t"
+OBJECT_FIELD = b"(K\x03U\x01|N(U\x01ftp9\n}U\x01f(cnumpy\ndtype\n(U\x02O8K\x00K\x01tRK\x00tsK\x08K\x01K\x3ftb"
+
+
+@pytest.mark.parametrize(
+    ("array", "outcome"),
+    [
+        # a type of 8 plain bytes, told afterwards that they are a pointer to an object
+        (
+            ARRAY + b"cnumpy\ndtype\n(U\x02V8K\x00K\x01tR" + OBJECT_FIELD + b"\x89U\x08AAAAAAAAtb",
+            "refused: UnpicklingError: arrays must be uint8, not b'V8'",
+        ),
+        (
+            ARRAY + b"cnumpy\ndtype\n(U\x02O8K\x00K\x01tR\x89]K\x01atb",
+            "refused: UnpicklingError: arrays must be uint8, not b'O8'",
+        ),
+        # the state of uint8 itself is set: nothing happens
+        (
+            ARRAY
+            + b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR(K\x03U\x01|NNNJ\x08\x00\x00\x00K\x01K\x3ftb\x89U\x01Atb",
+            "uint8 [65]",
+        ),
+        (ARRAY + b"N\x89U\x08AAAAAAAAtb", "refused: TypeError: arrays must be uint8"),
+        (ARRAY + b"cnumpy\ndtype\n\x89U\x02AAtb", "refused: ValueError: cannot reshape"),
+        (ARRAY + b"cnumpy\ndtype\n\x89]tb", "refused: TypeError"),
+        # defaults of the functions that are called, for the rest of the process
+        (
+            b"cnumpy.core.numeric\n_frombuffer\n(N}X\x0c\x00\x00\x00__defaults__(K\x01tstb",
+            "refused: AttributeError",
+        ),
+        (b"c_codecs\nencode\n(N}X\x08\x00\x00\x00__call__K\x01stb", "refused: AttributeError"),
+        (b"cnumpy\nndarray\n(K\x00tR", "refused: TypeError"),
+    ],
+)
+def test_a_forged_pickle_can_neither_crash_nor_change_the_process(array, outcome):
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    forged = b"\x80\x02}U\x04data" + array + b"s."
+    result = subprocess.run(
+        [sys.executable, "-c", FORGED, repr(forged)], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(outcome)
 
 
 def test_the_stand_in_for_codecs_encodes_latin1_only(tmp_path, cifar):

@@ -173,13 +173,41 @@ def test_damaged_files_are_refused(tmp_path):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="must agree with its checksum"):
+    with pytest.raises(ValueError, match="must agree with its checksums"):
         preprocess.load(path)
     path.write_bytes(content[:50])
     with pytest.raises(ValueError, match="must be a saved transform"):
         preprocess.load(path)
     with pytest.raises(FileNotFoundError, match="must exist"):
         preprocess.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"bias": 0.2},
+        {"bias": "0.1"},
+        {"source": {"checksum": "0" * 64, "recipe": None}},
+        {"source": []},
+        {"source": None},
+        {"checksum": "0" * 64},
+        {"digest": None},
+        {"kind": "chain"},
+        {"kind": []},
+    ],
+)
+def test_a_damaged_config_is_refused(damage):
+    config, tensors = ZCA().fit(images()).state()
+    with pytest.raises(ValueError, match="saved transform must agree|kind must be|must be fitted"):
+        preprocess.from_state(config | damage, tensors)
+
+
+@pytest.mark.parametrize("key", ["kind", "bias", "source", "checksum", "digest"])
+def test_a_config_that_lacks_something_is_refused(key):
+    config, tensors = ZCA().fit(images()).state()
+    del config[key]
+    with pytest.raises(ValueError, match="saved transform must agree|kind must be"):
+        preprocess.from_state(config, tensors)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):

@@ -50,10 +50,14 @@ def test_a_truncated_mat(tmp_path, write_svhn, share):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"X": np.zeros((32, 31, 3, 30), np.uint8)}, r"\(32, 32, 3, N\). Got uint8 \(32, 31, 3, 30\)"),
+        ({"X": np.zeros((32, 31, 3, 30), np.uint8)}, r"\(32, 32, 3, N\).* Got uint8 \(32, 31, 3, 30\)"),
         ({"X": np.zeros((32, 32, 3, 30))}, "Got float64"),
         ({"y": np.full((30, 1), 11, np.uint8)}, "labels 1 to 10 .* Got 11"),
         ({"y": np.zeros((30, 1), np.uint8)}, "labels 1 to 10 .* Got 0"),
+        ({"y": np.full((30, 1), 1.5)}, "labels 1 to 10 .* Got 1.5"),
+        ({"y": np.full((30, 1), np.nan)}, "labels 1 to 10 .* Got nan"),
+        ({"y": "seven"}, "labels 1 to 10 .* Got seven"),
+        ({"X": np.zeros((32, 32, 3, 0), np.uint8)}, r"N at least 1. Got uint8 \(32, 32, 3, 0\)"),
         ({"y": np.ones((29, 1), np.uint8)}, r"targets of .* Got \(29,\)"),
     ],
 )

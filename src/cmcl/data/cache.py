@@ -27,8 +27,16 @@ def fitted(transform: Transform, train: Dataset, folder: str | Path | None = Non
     """`transform.fit(train)`, or the same fit found in the cache."""
     if not transform.needs_fit:
         return transform.fit(train)
-    path = _place(folder, "transforms", transform.checksum_for(train.checksum))
-    return _cached(path, preprocess.load, lambda: transform.fit(train), lambda fit: fit.save(path))
+    expected = transform.checksum_for(train.checksum)
+
+    def read(path: Path) -> Transform:
+        found = preprocess.load(path)
+        if found.checksum != expected:
+            raise ValueError(f"{path} must hold the fit of checksum {expected}. Got {found.checksum}.")
+        return transform.restore(train, found.state()[1])
+
+    path = _place(folder, "transforms", expected)
+    return _cached(path, read, lambda: transform.fit(train), lambda fit: fit.save(path))
 
 
 def transformed(transform: Transform, dataset: Dataset, folder: str | Path | None = None) -> Dataset:
@@ -45,11 +53,11 @@ def _place(folder: str | Path | None, kind: str, key: str) -> Path:
 
 
 def _cached(path: Path, read: Callable[[Path], T], build: Callable[[], T], write: Callable[[T], None]) -> T:
-    if path.exists():
-        try:
+    try:
+        if path.exists():
             return read(path)
-        except (ValueError, OSError, SafetensorError):
-            warnings.warn(f"the cached file {path} is damaged: it is built again", stacklevel=3)
+    except (ValueError, OSError, SafetensorError):
+        warnings.warn(f"the cached file {path} is damaged or unreadable: it is built again", stacklevel=3)
     value = build()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

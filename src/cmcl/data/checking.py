@@ -1,5 +1,6 @@
 """Look at a set as it lies on disk: counts, histogram, channel means, and whether it is the published one."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from .dataset import IGNORE, Dataset, split_validation
 from .fetching import file_md5
 from .files import data_root
 from .preprocess import MeanStd
-from .published import PUBLISHED, Published
-from .sets import load
+from .published import CHECKSUMS, PUBLISHED, Published
+from .sets import load, splits_of
 
 Report = dict[str, Any]
 
@@ -21,18 +22,28 @@ def check(
     root: str | Path | None = None,
     validation: float | None = None,
     seed: int = 0,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Load all splits of a set and describe them, in JSON values.
+
+    Args:
+        name: a set on disk or one that needs no file.
+        root: folder that holds the sets.
+        validation: hold out this share of the training split.
+        seed: decides what is held out.
+        options: what the set's own `load` takes; a `seed` in here is the set's.
 
     Returns:
         `counts` by split; `classes`: name -> training images (pixels, for segmentation); `mean` and `std`
         of the training split on a 0..1 scale; `checksums` of the splits' content; `published`: whether
-        counts, classes, means and deviations are those of the published set (None where they are not
-        known); `notes` for people: what differs, or that only the files' bytes do, which is fine.
+        they are those of the published set (None where these are not known); `notes` for people: what
+        differs, or that only the files' bytes do, which is fine.
     """
-    splits = _load_splits(name, root, options)
+    splits = _load_splits(name, root, options or {})
     if validation is not None:
+        if "validation" in splits:
+            message = f"{name} must have no validation split on disk for one to be held out. Got both."
+            raise ValueError(f"{message} Leave out validation, or move that split away.")
         splits["train"], splits["validation"] = split_validation(splits["train"], validation, seed)
     train = splits["train"]
     mean, std = _channel_statistics(train)
@@ -49,25 +60,33 @@ def check(
     if train.groups is not None:
         report["groups"] = {group: train.groups.count(group) for group in sorted(set(train.groups))}
     if name in PUBLISHED and validation is None:
-        differences = _differences(report, PUBLISHED[name])
-        report["published"] = not differences
-        report["notes"] = differences or _other_bytes(PUBLISHED[name], data_root(root))
+        report["published"] = report["checksums"] == CHECKSUMS[name]
+        if report["published"]:
+            report["notes"] = _other_bytes(PUBLISHED[name], data_root(root))
+        else:
+            report["notes"] = _differences(report, PUBLISHED[name])
     return report
 
 
-def _load_splits(name: str, root: str | Path | None, options: dict[str, Any]) -> dict[str, Dataset]:
-    splits = {"train": load(name, root=root, **options)}
-    try:
-        splits["test"] = load(name, split="test", root=root, **options)
-    except FileNotFoundError:
-        if name != "folder":  # only a user's own folder may be without a test split
-            raise
+def _load_splits(name: str, root: str | Path | None, options: Mapping[str, Any]) -> dict[str, Dataset]:
+    if name == "arrays":
+        message = "a set to check must be on disk or need no file. Got arrays, which live in Python."
+        raise ValueError(f"{message} Look at them there, with cmcl.data.from_arrays(images, targets).")
+    splits = {}
+    for split in splits_of(name):
+        try:
+            splits[split] = load(name, split=split, root=root, **options)
+        except FileNotFoundError:
+            if name != "folder" or split == "train":  # only a user's own folder may be without the others
+                raise
     return splits
 
 
 def _histogram(dataset: Dataset) -> dict[str, int]:
-    labels = dataset.targets.flatten()
-    counts = torch.bincount(labels[labels != IGNORE], minlength=len(dataset.classes))
+    labels = dataset.targets
+    if labels.ndim == 3:
+        labels = labels[labels != IGNORE]
+    counts = torch.bincount(labels, minlength=len(dataset.classes))
     return dict(zip(dataset.classes, counts.tolist(), strict=True))
 
 
@@ -78,7 +97,7 @@ def _channel_statistics(dataset: Dataset) -> tuple[list[float], list[float]]:
 
 
 def _differences(report: Report, facts: Published) -> list[str]:
-    """What is not as published; nothing for the published set."""
+    """What is not as published, in the figures that people know."""
     found = []
     if report["counts"] != facts.counts:
         found.append(
@@ -89,7 +108,11 @@ def _differences(report: Report, facts: Published) -> list[str]:
     for statistic, published in (("mean", facts.mean), ("std", facts.std)):
         if any(abs(a - b) > 2e-4 for a, b in zip(report[statistic], published, strict=True)):
             found.append(f"the published set has {statistic} {published}")
-    return found
+    known = CHECKSUMS[report["set"]]
+    others = " and ".join(split for split in known if report["checksums"][split] != known[split])
+    return found or [
+        f"some images or labels of {others} are not the published ones, though the figures agree"
+    ]
 
 
 def _other_bytes(facts: Published, root: Path) -> list[str]:

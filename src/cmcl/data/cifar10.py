@@ -21,6 +21,7 @@ SPLITS = ("train", "test")
 CURE = "Get it with: cmcl data fetch cifar10 (from https://www.cs.toronto.edu/~kriz/cifar.html)."
 PIXELS = 3 * 32 * 32
 CLASSES = 10
+_LABELS = f"labels 0 to {CLASSES - 1}"
 
 Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]  # (n,3072), (n,)
 
@@ -31,6 +32,11 @@ class _Version:
     archive: str
     batches: dict[str, tuple[str, ...]]
     names: str  # the file with the names of the classes
+
+    def missing(self, folder: Path) -> list[Path]:
+        """The files that the folder lacks."""
+        names = (*self.batches["train"], *self.batches["test"], self.names)
+        return [folder / name for name in names if not (folder / name).exists()]
 
 
 _TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
@@ -49,14 +55,14 @@ BINARY = _Version(
 
 
 def load(split: str = "train", root: str | Path | None = None) -> Dataset:
-    """Load CIFAR-10 from the first of its four forms that lies under `root`."""
+    """Load CIFAR-10 from the first of its four forms that lies complete under `root`."""
     version, place = find(data_root(root))
     wanted = version.batches[split]
     joined = _Joined(len(wanted))
     classes: tuple[str, ...] = ()
     with _intact(place):
         for name, file in _members(place, (*wanted, version.names)):
-            where = f"{place.name}/{name}"
+            where = str(place / name)
             if name == version.names:
                 classes = _read_classes(file, where)
             else:
@@ -85,11 +91,18 @@ class _Joined:
 
 
 def find(root: Path) -> tuple[_Version, Path]:
-    """The version at hand and its folder or archive."""
+    """The version at hand and its folder or archive; a folder counts only if it is complete."""
+    missing: list[Path] = []
     for version in (PYTHON, BINARY):
-        for place in (root / version.folder, root / version.archive):
-            if place.exists():
-                return version, place
+        folder, archive = root / version.folder, root / version.archive
+        lacks = version.missing(folder)
+        if not lacks:
+            return version, folder
+        if archive.exists():
+            return version, archive
+        missing += lacks if folder.exists() else []
+    if missing:
+        raise FileNotFoundError(f"{missing[0]} must exist. Got no such file. {CURE}")
     message = f"{root} must hold {PYTHON.folder}/ or {PYTHON.archive}. Got neither. {CURE}"
     raise FileNotFoundError(message)
 
@@ -133,8 +146,6 @@ def _intact(place: Path) -> Iterator[None]:
 def _read_batch(file: BinaryIO, where: str) -> Batch:
     data, labels = _read_binary(file, where) if where.endswith(".bin") else _read_pickle(file, where)
     _require(len(labels) == len(data), where, f"{len(data)} labels", len(labels))
-    in_range = (labels >= 0) & (labels < CLASSES)
-    _require(in_range.all(), where, "labels 0 to 9", labels[~in_range][:1])
     return data, labels
 
 
@@ -145,10 +156,11 @@ def _read_pickle(file: BinaryIO, where: str) -> Batch:
         raise ValueError(_message(where, "data and labels", list(content)))
     right = data.ndim == 2 and data.shape[1] == PIXELS and data.dtype == np.uint8
     _require(right, where, f"uint8 data of shape (n, {PIXELS})", f"{data.dtype} {data.shape}")
-    try:
-        return data, np.array(labels, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(_message(where, "whole numbers as labels", "something else")) from None
+    others = [type(label).__name__ for label in labels if type(label) is not int]
+    _require(not others, where, "whole numbers as labels", ", ".join(others[:1]))
+    wrong = [label for label in labels if not 0 <= label < CLASSES]
+    _require(not wrong, where, _LABELS, wrong[:1])  # before numpy, which has no room for all numbers
+    return data, np.array(labels, dtype=np.int64)
 
 
 def _read_binary(file: BinaryIO, where: str) -> Batch:
@@ -156,16 +168,27 @@ def _read_binary(file: BinaryIO, where: str) -> Batch:
     record = 1 + PIXELS  # one byte for the label, then the pixels
     _require(content.size and content.size % record == 0, where, f"records of {record} bytes", content.size)
     records = content.reshape(-1, record)
-    return records[:, 1:], records[:, 0].astype(np.int64)
+    labels = records[:, 0].astype(np.int64)
+    _require((labels < CLASSES).all(), where, _LABELS, labels[labels >= CLASSES][:1])
+    return records[:, 1:], labels
 
 
 def _read_classes(file: BinaryIO, where: str) -> tuple[str, ...]:
     if where.endswith(".txt"):
         names = tuple(file.read().decode("latin1").split())
     else:
-        names = tuple(as_text(name) for name in _read_dict(file, where).get("label_names", ()))
+        names = _label_names(_read_dict(file, where).get("label_names"), where)
     _require(len(names) == CLASSES, where, f"{CLASSES} class names", len(names))
     return names
+
+
+def _label_names(names: Any, where: str) -> tuple[str, ...]:
+    expected = f"{CLASSES} class names as label_names"
+    _require(isinstance(names, list), where, expected, type(names).__name__)
+    try:
+        return tuple(as_text(name) for name in names)
+    except TypeError as error:
+        raise ValueError(_message(where, expected, error)) from None
 
 
 def _read_dict(file: BinaryIO, where: str) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .dataset import Dataset
-from .files import data_root
-from .pictures import Picture, Size, image_files, masked_pictures, read_classes, read_segmentation
+from .pictures import Picture, image_files, masked_pictures, parse_size, read_classes, read_segmentation
 
 SPLITS = ("train", "validation", "test")
 LAYOUT = (
@@ -37,16 +36,20 @@ def load(
     """
     if mode not in {"RGB", "L"}:
         raise ValueError(f"mode must be 'RGB' or 'L'. Got {mode!r}.")
-    whole, shape = data_root(root), _height_and_width(size)
+    if root is None:
+        raise ValueError(f"root must name the folder of your images. Got none. {LAYOUT}")
+    whole, shape = Path(root).expanduser(), None if size is None else parse_size(size)
     folder = _split_folder(whole, split)
-    if (folder / "images").is_dir() and (folder / "masks").is_dir():
+    if (folder / "images").is_dir():
         return read_segmentation(_masked(folder), shape, classes, mode=mode, split=split, source=str(folder))
     # the training folder names the classes, so that they have the same numbers in every split
     names = _class_folders(_split_folder(whole, "train"))
     pictures = [Picture(image, name) for name in names for image in _images_of(folder / name)]
     unknown = sorted(set(_class_folders(folder)) - set(names))
-    if unknown or not pictures:
+    empty = [name for name in names if name not in {picture.label for picture in pictures}]
+    if unknown or not pictures or (empty and split == "train"):
         got = f"classes that train/ lacks: {', '.join(unknown)}" if unknown else "no images"
+        got += f" in {', '.join(empty)}" if empty and not unknown else ""
         message = f"{folder} must hold images in the folders of the training classes. Got {got}."
         raise ValueError(f"{message} {LAYOUT}")
     return read_classes(pictures, shape, names, mode=mode, split=split, source=str(folder))
@@ -66,23 +69,20 @@ def _split_folder(whole: Path, split: str) -> Path:
 
 
 def _class_folders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    entries = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    if dangling := sorted(str(path) for path in entries if not path.exists()):
+        raise ValueError(f"links must lead somewhere. Got {', '.join(dangling)}. Mend or remove them.")
+    return sorted(path.name for path in entries if path.is_dir())
 
 
 def _masked(folder: Path) -> list[Picture]:
     images, masks = folder / "images", folder / "masks"
+    if not masks.is_dir():
+        message = f"{folder} must hold masks/ beside images/. Got images/ alone."
+        raise ValueError(f"{message} Put the masks there; if images is a class, give it another name.")
     pictures = masked_pictures(images, masks, "all")
     for group in _class_folders(images):
         pictures += masked_pictures(images / group, masks / group, group)
     if not pictures:
         raise ValueError(f"{images} must hold images. Got none. {LAYOUT}")
     return pictures
-
-
-def _height_and_width(size: int | Sequence[int] | None) -> Size | None:
-    if size is None:
-        return None
-    height, width = (size, size) if isinstance(size, int) else size
-    if height < 1 or width < 1:
-        raise ValueError(f"size must be positive. Got {(height, width)}.")
-    return height, width

@@ -7,14 +7,12 @@ from pathlib import Path
 
 from .dataset import Dataset, hold_out
 from .files import data_root
-from .pictures import Picture, Size, collect, image_size, masked_pictures, read_segmentation
+from .pictures import Picture, Size, collect, image_size, masked_pictures, parse_size, read_segmentation
 
 SPLITS = ("train", "test")
 CURE = "The set's site is http://chenlab.ece.cornell.edu/projects/touch-coseg/."
-SMALLEST = (
-    300,
-    500,
-)  # the paper takes images "larger than 300x500"; no side is longer than 500, so: at least
+# The paper takes images "larger than 300x500", but no side is longer than 500: here that means at least.
+SMALLEST = (300, 500)
 
 
 def load(
@@ -22,7 +20,7 @@ def load(
     root: str | Path | None = None,
     *,
     orientation: str = "landscape",
-    size: Sequence[int] = (75, 125),
+    size: int | Sequence[int] = (75, 125),
     seed: int = 0,
 ) -> Dataset:
     """Load one side of the 80/20 split of every group.
@@ -32,12 +30,12 @@ def load(
         root: folder that holds `iCoseg/`.
         orientation: "landscape" takes images at least 300 high and 500 wide; "both" also those lying the
             other way, which are then squeezed into the same shape.
-        size: (height, width) of the result: images bicubic, masks by nearest pixel.
+        size: (height, width) of the result, or one number for squares: images bicubic, masks by nearest pixel.
         seed: decides the split. Byte-identical images always fall on the same side.
     """
     if orientation not in {"landscape", "both"}:
         raise ValueError(f"orientation must be 'landscape' or 'both'. Got {orientation!r}.")
-    folder = data_root(root) / "iCoseg"
+    folder, shape = data_root(root) / "iCoseg", parse_size(size)
     pictures = _large_enough(_find(folder), orientation)
     if not pictures:
         raise ValueError(
@@ -46,8 +44,7 @@ def load(
     digests = [hashlib.sha256(picture.image.read_bytes()).digest() for picture in pictures]
     train, test = hold_out([picture.label for picture in pictures], digests, fraction=0.2, seed=seed)
     chosen = [pictures[i] for i in (train if split == "train" else test)]
-    height, width = size
-    return read_segmentation(chosen, (height, width), split=split, source=str(folder))
+    return read_segmentation(chosen, shape, split=split, source=str(folder))
 
 
 def _find(folder: Path) -> list[Picture]:

@@ -24,6 +24,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FOREGROUND = ("background", "foreground")
+# Pillow hands EPS to another program, and of the rest it reads no more than the head
+_NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 _ORIENTATION = 0x0112  # how a camera wants its photo turned; from 5 on, width and height change places
 
 
@@ -38,19 +40,45 @@ class Picture:
 
 def image_files(folder: Path) -> list[Path]:
     """The images directly in a folder, by name; hidden files and other kinds of files are left out."""
-    known = Image.registered_extensions()
-    files = (path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
-    return sorted(path for path in files if path.suffix.lower() in known)
+    known, formats = Image.registered_extensions(), {*_formats(), "MPO"}  # MPO: a kind of JPEG
+    # not is_file(): a link that leads nowhere stays, to be reported
+    files = (path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_dir())
+    return sorted(path for path in files if known.get(path.suffix.lower()) in formats)
+
+
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in Image.OPEN if name not in _NOT_READ]
 
 
 def masked_pictures(images: Path, masks: Path, label: str) -> list[Picture]:
     """The images of a folder with the masks of the same names in another."""
-    found = {path.stem: path for path in masks.iterdir()} if masks.is_dir() else {}
+    found = _by_stem(masks) if masks.is_dir() else {}
     # where there is none, an error will ask for a .png
     return [
-        Picture(image, label, found.get(image.stem, masks / f"{image.stem}.png"))
-        for image in image_files(images)
+        Picture(image, label, found.get(stem, masks / f"{stem}.png"))
+        for stem, image in _by_stem(images).items()
     ]
+
+
+def _by_stem(folder: Path) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for path in image_files(folder):
+        if path.stem in found:
+            message = f"{folder} must hold one file of each name. Got {found[path.stem].name} and {path.name}."
+            raise ValueError(f"{message} Rename or remove one, with its mask.")
+        found[path.stem] = path
+    return found
+
+
+def parse_size(size: Any) -> Size:
+    """(height, width) of a pair, or of one number for squares."""
+    pair = (size, size) if isinstance(size, int) else size
+    whole = isinstance(pair, Sequence) and all(type(side) is int and side > 0 for side in pair)
+    if not whole or len(pair) != 2:
+        message = f"size must be (height, width), or one number for squares, above 0. Got {size!r}."
+        raise ValueError(f"{message} Write size=[75,125] or size=64.")
+    return pair[0], pair[1]
 
 
 def read_classes(
@@ -88,6 +116,8 @@ def read_segmentation(
 
     pairs = collect(read, pictures)
     images, masks = _stack([image for image, _ in pairs]), _stack([mask for _, mask in pairs])
+    if classes and len(classes) == 2 and not (masks == 1).any():
+        masks[masks == IGNORE] = 1  # drawn in black and white: then white is the second class
     groups = tuple(picture.label for picture in pictures)
     return Dataset(images, masks, tuple(classes or FOREGROUND), split, source, groups)
 
@@ -146,21 +176,31 @@ def read_image(path: Path, size: Size | None = None, mode: str = "RGB") -> Pixel
 def read_mask(path: Path, size: Size | None = None, *, classes: int | None = None) -> Pixels:
     """(H,W) of class numbers, resized by nearest pixel.
 
-    Without `classes` the mask must hold 0 and one of 1 or 255: background and foreground. With it, the values
-    are class numbers, and 255 marks pixels to ignore.
+    Without `classes` the mask must hold 0 and one of 1 or 255, or black and another colour: background and
+    foreground. With it, the values are class numbers, and 255 marks pixels to ignore.
     """
     with _opened(path) as opened:
         mask = opened if opened.mode in {"L", "P"} else opened.convert("L")
-        if size is not None:
-            mask = mask.resize(size[::-1], Image.Resampling.NEAREST)
         values: Pixels = np.array(mask, dtype=np.uint8)
+        if mask.mode == "P" and classes is None and len(np.unique(values)) <= 2:
+            # the numbers of two colours mean nothing: programs number them as they come
+            values = np.array(mask.convert("RGB")).any(-1).astype(np.uint8)
+    _check_values(values, path, classes)
+    if classes is None:
+        values = (values != 0).astype(np.uint8)
+    if size is not None:
+        values = np.array(Image.fromarray(values).resize(size[::-1], Image.Resampling.NEAREST))
+    return values
+
+
+def _check_values(values: Pixels, path: Path, classes: int | None) -> None:
+    """Of the whole mask: resizing can lose the few pixels that are wrong."""
     allowed = {0, 1, 255} if classes is None else {*range(classes), IGNORE}
     wrong = sorted(set(np.unique(values).tolist()) - allowed)
     if wrong:
         expected = "0 and 1, or 0 and 255" if classes is None else f"class numbers 0 to {classes - 1}"
         cure = "Name all classes with classes=[...] if these are class numbers"
         raise ValueError(f"{path} must hold {expected}. Got {wrong[0]}. {cure}.")
-    return (values != 0).astype(np.uint8) if classes is None else values
 
 
 @contextmanager
@@ -169,7 +209,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         if not path.stat().st_size:
             raise ValueError(f"{path} is empty")
         try:
-            with Image.open(file) as image:
+            with Image.open(file, formats=_formats()) as image:
                 yield image
         except UnidentifiedImageError:
             raise ValueError(f"{path} is not an image that Pillow reads") from None
@@ -184,6 +224,6 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if image.mode[0] not in "IF":
         return image
     values: NDArray[Any] = np.asarray(image, dtype=np.float64)
-    top = values.max()
+    top = 65535 if image.mode.startswith("I;16") else values.max()  # a dark image of 16 bits stays dark
     scale = 255.0 if top <= 1 and image.mode == "F" else 1.0 if top <= 255 else 255 / 65535
     return Image.fromarray(np.clip(np.rint(values * scale), 0, 255).astype(np.uint8))

@@ -40,6 +40,9 @@ PRESETS: dict[str, Callable[[], Transform]] = {
     "gcn_zca": lambda: Chain([GCN(), ZCA()]),  # the paper's CIFAR-10
 }
 
+_DAMAGED = "parameters and tensors of a saved transform must agree with its checksums. Got others: damage"
+_CURE = "Save it again, or fit again."
+
 
 def build(config: Mapping[str, Any]) -> Transform:
     """The unfitted transform that a config (or `parameters()`) describes."""
@@ -53,16 +56,16 @@ def build(config: Mapping[str, Any]) -> Transform:
 
 
 def from_state(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Transform:
-    """The fitted transform that `state()` took apart. Damaged tensors are refused."""
-    if tensor_checksum(tensors) != config.get("digest"):
-        message = (
-            "tensors of a saved transform must agree with its checksum. Got other values: the file is "
-            "damaged. Save it again, or fit again."
-        )
-        raise ValueError(message)
-    transform = build(config)
-    transform.source = config["source"]
-    transform._set_tensors(tensors)
+    """The fitted transform that `state()` took apart. Damage to either part is refused."""
+    try:
+        transform = build(config)
+        transform.source = config["source"]
+        transform._set_tensors(tensors)
+        intact = tensor_checksum(tensors) == config["digest"] and transform.checksum == config["checksum"]
+    except (KeyError, TypeError, AttributeError) as error:  # a config that is not one
+        raise ValueError(f"{_DAMAGED} ({type(error).__name__}: {error}). {_CURE}") from None
+    if not intact:
+        raise ValueError(f"{_DAMAGED}. {_CURE}")
     return transform
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .files import nearest
@@ -28,22 +29,32 @@ def load(name: str, *, split: str = "train", root: str | Path | None = None, **o
 
     Args:
         name: a key of `DATASETS`.
-        split: "train" or "test".
+        split: "train" or "test"; "validation" too, of a folder that has one.
         root: folder that holds the sets; without it `CMCL_DATA`, then `~/.cache/cmcl`.
         options: what this set's own `load` takes, such as `size` for "folder".
     """
-    if name not in DATASETS:
-        raise ValueError(f"name must be a known data set. Got {name!r}. {nearest(name, list(DATASETS))}")
-    module = import_module(f".{name}", __package__)
+    module = _module(name)
     if split not in module.SPLITS:
         raise ValueError(f"split of {name} must be one of {', '.join(module.SPLITS)}. Got {split!r}.")
     known = signature(module.load).parameters.keys() - {"split", "root"}
-    for option in options.keys() - known:
+    for option in sorted(options.keys() - known):
         raise TypeError(f"{option} must be an option of {name}. {nearest(option, sorted(known))}")
     dataset: Dataset = module.load(split=split, root=root, **options)
     if name == "arrays":  # what lives in memory only cannot be loaded again by name
         return dataset
     return replace(dataset, recipe={"name": name, "split": split, "options": options})
+
+
+def splits_of(name: str) -> tuple[str, ...]:
+    """The splits that a set may have."""
+    splits: tuple[str, ...] = _module(name).SPLITS
+    return splits
+
+
+def _module(name: str) -> ModuleType:
+    if name not in DATASETS:
+        raise ValueError(f"name must be a known data set. Got {name!r}. {nearest(name, list(DATASETS))}")
+    return import_module(f".{name}", __package__)
 
 
 def load_recipe(recipe: Mapping[str, Any], root: str | Path | None = None) -> "Dataset":

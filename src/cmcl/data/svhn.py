@@ -36,10 +36,11 @@ def _read_mat(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def _images(pixels: NDArray[Any], path: Path) -> torch.Tensor:
-    if pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3) or pixels.dtype != np.uint8:
+    right = pixels.ndim == 4 and pixels.shape[:3] == (32, 32, 3) and pixels.dtype == np.uint8
+    if not right or not pixels.size:
         message = (
-            f"X in {path} must be uint8 of shape (32, 32, 3, N). Got {pixels.dtype} {pixels.shape}. "
-            f"Delete the file. {CURE}"
+            f"X in {path} must be uint8 of shape (32, 32, 3, N), N at least 1. "
+            f"Got {pixels.dtype} {pixels.shape}. Delete the file. {CURE}"
         )
         raise ValueError(message)
     images = np.ascontiguousarray(pixels.T)  # (N,3,32,32), but every image lies on its side
@@ -49,11 +50,11 @@ def _images(pixels: NDArray[Any], path: Path) -> torch.Tensor:
 
 
 def _targets(labels: NDArray[Any], path: Path) -> torch.Tensor:
-    digits = labels.reshape(-1).astype(np.int64)
-    wrong = digits[(digits < 1) | (digits > 10)]
+    values = labels.reshape(-1)
+    wrong = values[~np.isin(values, np.arange(1, 11))]
     if wrong.size:
         message = (
             f"y in {path} must hold labels 1 to 10 (10 is digit 0). Got {wrong[0]}. Delete the file. {CURE}"
         )
         raise ValueError(message)
-    return torch.from_numpy(digits % 10)
+    return torch.from_numpy(values.astype(np.int64) % 10)

@@ -1,4 +1,4 @@
-"""`Transform`: what every preprocessing step can do, written once. The steps themselves: preprocess.py.
+"""`Transform`: what every preprocessing step can do, written once. The steps themselves: steps.py.
 
 All arithmetic is float64, chunk by chunk, and results are float32: exact to rounding on every device,
 untouched by autocast and TF32, and never more than a few chunks above the data in memory.
@@ -60,6 +60,12 @@ class Transform(ABC):
         if self.needs_fit:
             self.source = _describe(data)
             self._fit(lambda: _chunks(images))
+        return self
+
+    def restore(self, data: Dataset | Tensor, tensors: Mapping[str, Tensor]) -> Self:
+        """Be as after `fit(data)`, from the tensors that an equal fit learned."""
+        self.source = _describe(data)
+        self._set_tensors(tensors)
         return self
 
     def transform(self, images: Tensor) -> Tensor:
