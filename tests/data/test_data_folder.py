@@ -85,7 +85,7 @@ def test_sizes_must_agree_or_be_given(tmp_path, write_image):
         load("folder", root=tmp_path)
     assert load("folder", root=tmp_path, size=(5, 7)).images.shape == (2, 3, 5, 7)
     assert load("folder", root=tmp_path, size=4).images.shape == (2, 3, 4, 4)
-    with pytest.raises(ValueError, match=r"positive. Got \(0, 0\)"):
+    with pytest.raises(ValueError, match="above 0. Got 0"):
         load("folder", root=tmp_path, size=0)
 
 
@@ -112,7 +112,7 @@ def test_all_broken_files_are_named_at_once(tmp_path, write_image):
 
 def test_no_images_and_no_folder(tmp_path):
     (tmp_path / "a").mkdir()
-    with pytest.raises(ValueError, match="Got no images. Lay it out as"):
+    with pytest.raises(ValueError, match="Got no images in a. Lay it out as"):
         load("folder", root=tmp_path)
     with pytest.raises(FileNotFoundError, match="must hold a folder test/"):
         load("folder", split="test", root=tmp_path)
@@ -148,8 +148,107 @@ def test_masks_of_class_numbers(tmp_path, write_image, write_mask):
     assert data.targets.unique().tolist() == [0, 2]
     pixels = np.zeros((8, 10), np.uint8)
     pixels[0] = 255
+    pixels[1] = 1
     Image.fromarray(pixels).save(mask)
-    assert load("folder", root=tmp_path, classes=["sky", "sea"]).targets[0, 0].unique().tolist() == [255]
+    targets = load("folder", root=tmp_path, classes=["sky", "sea"]).targets[0]
+    assert targets[:3, 0].tolist() == [255, 1, 0]
+
+
+def test_black_and_white_masks_with_named_classes(tmp_path, write_image, write_mask):
+    for name in ("x", "y"):
+        write_image(tmp_path / "images" / f"{name}.png")
+        write_mask(tmp_path / "masks" / f"{name}.png", value=255)
+    classes = {"classes": ["sky", "ship"]}
+    assert load("folder", root=tmp_path, **classes).targets.unique().tolist() == [0, 1]
+    write_mask(tmp_path / "masks" / "y.png", value=1)  # class numbers after all: white is to be ignored
+    assert load("folder", root=tmp_path, **classes).targets.unique().tolist() == [0, 1, 255]
+
+
+def test_masks_with_palettes(tmp_path, write_image):
+    """Two colours mean what they look like; with named classes, the numbers count."""
+    write_image(tmp_path / "images" / "x.png", size=(1, 2))
+    mask = Image.fromarray(np.array([[0, 1]], np.uint8))
+    mask.putpalette([255, 255, 255, 0, 0, 0])  # white comes first
+    (tmp_path / "masks").mkdir()
+    mask.save(tmp_path / "masks" / "x.png")
+    assert load("folder", root=tmp_path).targets.tolist() == [[[1, 0]]]
+    assert load("folder", root=tmp_path, classes=["a", "b"]).targets.tolist() == [[[0, 1]]]
+
+
+def test_a_wrong_value_is_seen_before_resizing_loses_it(tmp_path, write_image):
+    write_image(tmp_path / "images" / "x.png", size=(9, 9))
+    pixels = np.zeros((9, 9), np.uint8)
+    pixels[0, 0] = 7
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "masks" / "x.png")
+    with pytest.raises(ValueError, match="x.png must hold 0 and 1, or 0 and 255. Got 7"):
+        load("folder", root=tmp_path, size=3)
+
+
+def test_two_files_of_one_name(tmp_path, write_image, write_mask):
+    write_image(tmp_path / "images" / "x.png")
+    write_mask(tmp_path / "masks" / "x.png")
+    extra = write_mask(tmp_path / "masks" / "x.bmp")
+    with pytest.raises(ValueError, match="masks must hold one file of each name. Got x.bmp and x.png"):
+        load("folder", root=tmp_path)
+    extra.unlink()
+    (tmp_path / "masks" / "x.txt").write_text("a note")
+    assert len(load("folder", root=tmp_path)) == 1
+    write_image(tmp_path / "images" / "x.jpg")
+    with pytest.raises(ValueError, match="images must hold one file of each name"):
+        load("folder", root=tmp_path)
+
+
+def test_images_without_masks(tmp_path, write_image):
+    write_image(tmp_path / "images" / "x.png")
+    with pytest.raises(ValueError, match="must hold masks/ beside images/. Got images/ alone"):
+        load("folder", root=tmp_path)
+
+
+def test_links_that_lead_nowhere_are_reported(tmp_path, write_image):
+    write_image(tmp_path / "a" / "x.png")
+    (tmp_path / "a" / "y.png").symlink_to(tmp_path / "gone.png")
+    with pytest.raises(ValueError, match="y.png must exist"):
+        load("folder", root=tmp_path)
+    (tmp_path / "a" / "y.png").unlink()
+    (tmp_path / "b").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match="links must lead somewhere. Got .*/b. Mend or remove"):
+        load("folder", root=tmp_path)
+
+
+def test_a_class_without_images_cannot_be_learned(tmp_path, write_image):
+    write_image(tmp_path / "train" / "cat" / "x.png")
+    write_image(tmp_path / "test" / "cat" / "x.png")
+    (tmp_path / "train" / "dog").mkdir()
+    with pytest.raises(ValueError, match="Got no images in dog"):
+        load("folder", root=tmp_path)
+    write_image(tmp_path / "train" / "dog" / "x.png")
+    (tmp_path / "test" / "dog").mkdir()
+    assert len(load("folder", split="test", root=tmp_path)) == 1
+
+
+def test_a_dark_image_of_16_bits_stays_dark(tmp_path):
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.array([[0, 200, 257, 65535]], np.uint16)).save(tmp_path / "a" / "x.png")
+    Image.fromarray(np.array([[0, 200, 200, 200]], np.uint16)).save(tmp_path / "a" / "y.png")
+    images = load("folder", root=tmp_path, mode="L").images
+    assert images.flatten(1).tolist() == [[0, 1, 1, 255], [0, 1, 1, 1]]
+
+
+def test_formats_that_other_programs_would_run_are_not_read(tmp_path, write_image):
+    write_image(tmp_path / "a" / "x.png")
+    eps = write_image(tmp_path / "a" / "x.eps")
+    (tmp_path / "a" / "x.pdf").write_bytes(b"%PDF-1.4")
+    assert len(load("folder", root=tmp_path)) == 1
+    eps.rename(eps.with_suffix(".jpg"))
+    with pytest.raises(ValueError, match="x.jpg is not an image that Pillow reads"):
+        load("folder", root=tmp_path)
+
+
+def test_the_folder_must_be_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CMCL_DATA", str(tmp_path))
+    with pytest.raises(ValueError, match="root must name the folder of your images"):
+        load("folder")
 
 
 def test_masks_that_do_not_fit(tmp_path, write_image, write_mask):

@@ -119,10 +119,32 @@ def test_foreground_differs_from_background():
 
 
 def test_wrong_sizes_of_shapes():
-    with pytest.raises(ValueError, match="must be positive. Got 0"):
+    with pytest.raises(ValueError, match="must be positive. Got 0 and 20"):
         load("shapes", groups=0)
     with pytest.raises(ValueError, match="at least 3 for a test split. Got 2"):
         load("shapes", groups=1, per_group=2, size=16, split="test")
+    for size in (7, (8, 7), (64, 27)):
+        with pytest.raises(ValueError, match=r"at least 8 each way.* Got \("):
+            load("shapes", size=size)
+
+
+@pytest.mark.parametrize("size", ["8,8", "75", [0, 5], [5], [5, 6, 7], 0, -3, 7.5, [8.0, 8.0], True, {}])
+@pytest.mark.parametrize("name", ["shapes", "icoseg", "folder"])
+def test_sizes_are_read_alike(tmp_path, icoseg, name, size):
+    with pytest.raises(ValueError, match="size must be .height, width., or one number for squares") as caught:
+        load(name, root=tmp_path, size=size)
+    assert f"Got {size!r}. Write size=[75,125] or size=64." in str(caught.value)
+
+
+def test_one_number_is_a_square_in_icoseg_too(tmp_path, icoseg):
+    assert load("icoseg", root=tmp_path, size=10).images.shape[2:] == (10, 10)
+
+
+def test_shapes_and_digits_stay_the_same_from_version_to_version():
+    """A published number names its data by these."""
+    shapes = load("shapes", groups=2, per_group=3, size=16)
+    assert shapes.checksum[:16] == "SHAPES"
+    assert load("digits").checksum[:16] == "DIGITS"
 
 
 def test_bicubic_images_and_nearest_masks(tmp_path, icoseg):

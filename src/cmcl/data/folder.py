@@ -45,14 +45,19 @@ def load(
     # the training folder names the classes, so that they have the same numbers in every split
     names = _class_folders(_split_folder(whole, "train"))
     pictures = [Picture(image, name) for name in names for image in _images_of(folder / name)]
-    unknown = sorted(set(_class_folders(folder)) - set(names))
-    empty = [name for name in names if name not in {picture.label for picture in pictures}]
-    if unknown or not pictures or (empty and split == "train"):
-        got = f"classes that train/ lacks: {', '.join(unknown)}" if unknown else "no images"
-        got += f" in {', '.join(empty)}" if empty and not unknown else ""
+    if got := _mistake(folder, names, {picture.label for picture in pictures}, split):
         message = f"{folder} must hold images in the folders of the training classes. Got {got}."
         raise ValueError(f"{message} {LAYOUT}")
     return read_classes(pictures, shape, names, mode=mode, split=split, source=str(folder))
+
+
+def _mistake(folder: Path, names: list[str], found: set[str], split: str) -> str | None:
+    if unknown := sorted(set(_class_folders(folder)) - set(names)):
+        return f"classes that train/ lacks: {', '.join(unknown)}"
+    empty = [name for name in names if name not in found]
+    if not found or (empty and split == "train"):
+        return f"no images in {', '.join(empty) or 'any folder'}"
+    return None
 
 
 def _images_of(folder: Path) -> list[Path]:

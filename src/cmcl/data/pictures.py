@@ -65,7 +65,9 @@ def _by_stem(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in image_files(folder):
         if path.stem in found:
-            message = f"{folder} must hold one file of each name. Got {found[path.stem].name} and {path.name}."
+            message = (
+                f"{folder} must hold one file of each name. Got {found[path.stem].name} and {path.name}."
+            )
             raise ValueError(f"{message} Rename or remove one, with its mask.")
         found[path.stem] = path
     return found
@@ -73,7 +75,7 @@ def _by_stem(folder: Path) -> dict[str, Path]:
 
 def parse_size(size: Any) -> Size:
     """(height, width) of a pair, or of one number for squares."""
-    pair = (size, size) if isinstance(size, int) else size
+    pair = (size, size) if type(size) is int else size
     whole = isinstance(pair, Sequence) and all(type(side) is int and side > 0 for side in pair)
     if not whole or len(pair) != 2:
         message = f"size must be (height, width), or one number for squares, above 0. Got {size!r}."

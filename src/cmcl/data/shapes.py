@@ -16,9 +16,10 @@ from scipy.ndimage import gaussian_filter
 
 from .dataset import Dataset, hold_out
 from .drawing import BACKGROUNDS, OBJECTS, Field, Rng, clouds
-from .pictures import FOREGROUND
+from .pictures import FOREGROUND, parse_size
 
 SPLITS = ("train", "test")
+SMALLEST = 8  # pixels; in smaller scenes some objects would vanish
 _FINE = 2  # drawn at twice the size, then averaged: smooth edges
 
 
@@ -52,10 +53,12 @@ def load(
         size: (height, width), or one number for squares.
         seed: another seed, other scenes.
     """
-    height, width = (size, size) if isinstance(size, int) else size
-    if min(groups, per_group, height, width) < 1:
-        message = "groups, per_group and size must be positive."
-        raise ValueError(f"{message} Got {groups}, {per_group}, {(height, width)}.")
+    height, width = parse_size(size)
+    if min(height, width) < SMALLEST or 2 * width < height:
+        message = f"size of shapes must be at least {SMALLEST} each way, and the width half the height."
+        raise ValueError(f"{message} Got {(height, width)}: there is no room for the objects.")
+    if min(groups, per_group) < 1:
+        raise ValueError(f"groups and per_group must be positive. Got {groups} and {per_group}.")
     names = [f"scene {g:03d}" for g in range(groups) for _ in range(per_group)]
     train, test = hold_out(names, range(len(names)), fraction=0.2, seed=seed)
     chosen = train if split == "train" else test
