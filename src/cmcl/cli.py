@@ -86,7 +86,7 @@ def _describe(report: dict[str, Any]) -> str:
     lines = [f"{report['set']}: " + ", ".join(f"{n:,} {split}" for split, n in report["counts"].items())]
     lines += [f"  {name:<{width}}  {count:,}" for name, count in report["classes"].items()]
     lines += [f"  {key:<4}  " + "  ".join(f"{x:.4f}" for x in report[key]) for key in ("mean", "std")]
-    lines += ["  images and labels are those of the published set"] if report["published"] else []
+    lines += ["  agrees with what is known of the published set"] if report["published"] else []
     lines += [f"  note: {note}" for note in report["notes"]]
     return "\n".join(lines)
 

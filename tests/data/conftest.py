@@ -59,6 +59,12 @@ class Cifar:
         return root / name
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    """Nothing is read from or left in the cache of whoever runs the tests."""
+    monkeypatch.setenv("CMCL_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture
 def cifar():
     return Cifar()

@@ -88,6 +88,12 @@ def test_a_dataset_tensors_and_a_loader_are_all_accepted():
         assert seen(batches.epoch(0, 2)) == [[8, 9]]
 
 
+def test_a_loader_takes_no_options():
+    loader = DataLoader(TensorDataset(*numbered(10)), batch_size=4)
+    with pytest.raises(TypeError, match="rank, world must be set in the DataLoader itself"):
+        as_batches(loader, batch_size=4, world=2, rank=1)
+
+
 def test_a_dataset_feeds_a_loader_of_its_own():
     images, targets = numbered(10)
     dataset = Dataset(images, targets, tuple(map(str, range(10))))

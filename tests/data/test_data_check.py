@@ -5,7 +5,7 @@ import torch
 
 from cmcl.data import Dataset, check, published
 from cmcl.data.checking import _histogram
-from cmcl.data.fetching import file_md5
+from cmcl.files import digest
 
 
 def test_counts_histogram_and_statistics(tmp_path, cifar):
@@ -43,7 +43,7 @@ def test_right_content_in_other_bytes_is_fine_with_a_note(tmp_path, cifar, monke
     assert report["notes"][0].startswith(
         "other bytes than the published files: cifar-10-batches-py/data_batch_1,"
     )
-    md5s = {name: file_md5(tmp_path / name) for name in facts.files if (tmp_path / name).exists()}
+    md5s = {name: digest(tmp_path / name, "md5") for name in facts.files if (tmp_path / name).exists()}
     monkeypatch.setitem(published.PUBLISHED, "cifar10", replace(facts, files=md5s))
     assert check("cifar10", root=tmp_path)["notes"] == []
 

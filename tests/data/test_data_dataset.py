@@ -149,6 +149,8 @@ def test_names_are_checked():
         load("digits", split="dev")
     with pytest.raises(TypeError, match="Did you mean 'groups'"):
         load("shapes", group=3)
+    with pytest.raises(TypeError, match="^aaa must be an option of shapes"):
+        load("shapes", zzz=1, mmm=2, aaa=3)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, ">f4"])
@@ -184,6 +186,13 @@ def test_a_read_only_array_is_copied():
     images.flags.writeable = False
     load("arrays", images=images, targets=[0, 0]).images[0] = 1
     assert images.max() == 0
+
+
+def test_arrays_that_run_backwards():
+    images = np.arange(2 * 3 * 4 * 5, dtype=np.uint8).reshape(2, 3, 4, 5)
+    data = load("arrays", images=images[:, ::-1, ::-1], targets=np.array([0, 1])[::-1])
+    assert (data.images.numpy() == images[:, ::-1, ::-1]).all()
+    assert data.targets.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from threading import Thread
 import pytest
 
 from cmcl import cli
-from cmcl.data import load, published
-from cmcl.data.fetching import fetch
+from cmcl.data import fetching, load, published
+from cmcl.data.fetching import _alone, _Download, fetch
 
 pytest.importorskip("pooch")
 pytest.importorskip("requests")
@@ -25,6 +25,8 @@ class Site(ThreadingHTTPServer):
         self.content = {}
         self.cut_after = None  # bytes, then the connection is closed
         self.knows_ranges = True
+        self.shift = 0  # bytes by which a part begins too late
+        self.status = None  # instead of an answer
         self.requests = []
 
     @property
@@ -39,8 +41,8 @@ class Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("Range")
         self.server.requests.append((self.path, wanted))
         body = self.server.content.get(self.path.lstrip("/"))
-        if body is None:
-            self.send_error(404)
+        if body is None or self.server.status:
+            self.send_error(self.server.status or 404)
             return
         start = (
             int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and self.server.knows_ranges else 0
@@ -48,8 +50,11 @@ class Handler(BaseHTTPRequestHandler):
         if start >= len(body):
             self.send_error(416)
             return
+        start += self.server.shift if start else 0
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(body) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
         self.end_headers()
         end = len(body) if self.server.cut_after is None else start + self.server.cut_after
         self.wfile.write(body[start:end])
@@ -137,6 +142,63 @@ def test_a_site_that_ignores_ranges_sends_all_again(site, root):
     site.cut_after, site.knows_ranges = None, False
     get(site, root)
     assert len(load("cifar10", root=root)) == 100
+
+
+def test_a_site_that_sends_another_part_is_asked_for_all(site, root):
+    root.mkdir()
+    (root / "cifar-10-python.tar.gz.part").write_bytes(site.content["cifar-10-python.tar.gz"][:1000])
+    site.shift = 5
+    get(site, root)
+    assert [wanted for _, wanted in site.requests] == ["bytes=1000-", None]
+    assert len(load("cifar10", root=root)) == 100
+
+
+def test_bytes_are_counted_here_too(tmp_path):
+    """Some versions of the packages underneath take the end of a connection for the end of the file."""
+
+    class Short:
+        headers = {"Content-Length": "10"}  # noqa: RUF012
+
+        def iter_content(self, _):
+            yield b"12345"
+
+    with (tmp_path / "x.part").open("wb") as file, pytest.raises(EOFError, match="though 10 were announced"):
+        _Download(tmp_path / "x.part", progress=False)._copy(Short(), file, 0)
+
+
+@pytest.mark.parametrize("status", [403, 404, 500, 503])
+def test_a_site_that_refuses_promises_nothing(site, root, status):
+    root.mkdir()
+    part = root / "cifar-10-python.tar.gz.part"
+    part.write_bytes(b"begun")
+    site.status = status
+    with pytest.raises(ConnectionError, match=f"must be served by the site. Got: {status}") as caught:
+        get(site, root)
+    assert "goes on from there" not in str(caught.value)
+    assert part.read_bytes() == b"begun"
+
+
+def test_two_downloads_do_not_write_one_part(site, root):
+    root.mkdir()
+    part = root / "cifar-10-python.tar.gz.part"
+    with _alone(part):
+        part.write_bytes(b"begun")
+        with pytest.raises(BlockingIOError, match="one download at a time. Got another at work. Wait"):
+            get(site, root)
+        assert part.read_bytes() == b"begun"
+        assert site.requests == []
+        part.unlink()
+    get(site, root)
+    assert names(root) == ["cifar-10-python.tar.gz"]
+
+
+def test_a_part_that_another_download_has_just_finished(root, monkeypatch):
+    root.mkdir()
+    part = root / "x.part"
+    monkeypatch.setattr(fetching.fcntl, "flock", lambda *_: part.rename(root / "x"))
+    with pytest.raises(BlockingIOError, match="Got another at work"), _alone(part):
+        pytest.fail("the lock is of a file that has gone")
+    assert names(root) == ["x"]
 
 
 def test_a_part_that_is_already_whole(site, root):
@@ -237,3 +299,5 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(root, mo
 def test_only_sets_with_a_site_can_be_fetched(root):
     with pytest.raises(ValueError, match="Got 'digits'. Valid names: cifar10, svhn"):
         fetch("digits", root=root)
+    with pytest.raises(ValueError, match="Download that set by hand from http://chenlab"):
+        fetch("icoseg", root=root)

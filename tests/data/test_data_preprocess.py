@@ -236,6 +236,35 @@ def test_refit_from_the_config_alone():
     assert preprocess.refit(GCN(scale=3).state()[0]).scale == 3
 
 
+def test_refit_finds_the_fit_in_the_cache(monkeypatch):
+    config = MeanStd().fit(load("digits")).state()[0]
+    preprocess.refit(config)
+    monkeypatch.setattr(MeanStd, "_fit", lambda *_: pytest.fail("fitted although it is in the cache"))
+    assert preprocess.refit(config).checksum == config["checksum"]
+
+
+def test_other_data_are_refused_before_the_fit(monkeypatch):
+    config = MeanStd().fit(load("digits")).state()[0]
+    monkeypatch.setattr(MeanStd, "_fit", lambda *_: pytest.fail("fitted to the wrong data"))
+    with pytest.raises(ValueError, match="those of the first fit"):
+        preprocess.refit(config | {"checksum": "0" * 64})
+
+
+def test_rounding_around_zero_is_no_disagreement():
+    config = Chain([MeanStd(), MeanStd()]).fit(load("digits")).state()[0]
+    assert config["norms"]["1.mean"] < 1e-6
+    config["norms"]["1.mean"] += 1e-9
+    preprocess.refit(config)
+
+
+def test_a_recipe_is_json_from_the_start():
+    fitted = MeanStd().fit(load("shapes", groups=1, per_group=5, size=(16, 24)))
+    assert fitted.source["recipe"]["options"]["size"] == [16, 24]
+    assert preprocess.refit(json.loads(json.dumps(fitted.state()[0]))).checksum == fitted.checksum
+    with pytest.raises(TypeError, match="numbers, texts and lists of them. Got something else"):
+        load("shapes", size=torch.tensor(16))
+
+
 def test_refit_refuses_other_data_and_other_numbers(tmp_path, cifar):
     fitted = MeanStd().fit(load("cifar10", root=cifar.write(tmp_path)))
     config = fitted.state()[0]
@@ -269,6 +298,9 @@ def test_presets_and_unknown_kinds():
         (lambda: GCN(scale=-1), ValueError, "scale must be positive"),
         (lambda: GCN(by="range"), ValueError, "'norm' or 'deviation'. Got 'range'"),
         (lambda: Chain([]), ValueError, "at least one transform"),
+        (lambda: Chain([zca := ZCA(), GCN(), zca]), ValueError, "different objects. Got one of them twice"),
+        (lambda: MeanStd().fit(torch.full((2, 1, 2, 2), math.nan)), ValueError, "finite"),
+        (lambda: MeanStd().fit(torch.full((2, 1, 2, 2), math.inf)), ValueError, "finite"),
         (lambda: GCN().transform(torch.zeros(3, 4)), ValueError, r"Got \(3, 4\)"),
         (lambda: GCN().transform(torch.zeros(1, 1, 2, 2).int()), TypeError, "Got torch.int32"),
         (lambda: ZCA().fit(torch.full((2, 1, 2, 2), math.nan)), ValueError, "finite"),

@@ -87,6 +87,7 @@ def _tensor(values: Array, name: str) -> Tensor:
     array = np.asarray(values)
     if array.dtype.kind not in "buif":
         raise TypeError(f"{name} must be an array of numbers. Got {array.dtype}.")
-    # torch shares numpy's memory only where it is writable and in the machine's byte order
+    # torch shares numpy's memory only where it is writable, runs forward and is in the machine's byte order
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return torch.from_numpy(native if native.flags.writeable else native.copy())
+    shared = native.flags.writeable and min(native.strides, default=0) >= 0
+    return torch.from_numpy(native if shared else native.copy())

@@ -68,10 +68,8 @@ class Batches:
 
     def order(self, epoch: int) -> Tensor:
         """Positions of all images of this epoch, before they are shared out; on the CPU."""
-        if not self.shuffle:
-            return torch.arange(len(self.images))
-        generator = torch.Generator().manual_seed(epoch_seed(self.seed, epoch))
-        return torch.randperm(len(self.images), generator=generator)
+        n = len(self.images)
+        return permutation(n, self.seed, epoch) if self.shuffle else torch.arange(n)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of this epoch for this rank, from number `start` on."""
@@ -122,12 +120,22 @@ def as_batches(
         batch_size: images per batch over all ranks.
         device: where the batches are wanted.
         seed: with the number of the epoch, decides the order.
-        options: shuffle, drop_last, rank, world, even_shares, as for `Batches`.
+        options: shuffle, drop_last, rank, world, even_shares, as for `Batches`; none for a DataLoader.
     """
     if isinstance(data, DataLoader):
+        if options:
+            message = (
+                f"{', '.join(sorted(options))} must be set in the DataLoader itself. Got a DataLoader and"
+            )
+            raise TypeError(f"{message} these options. Leave them out, or pass (images, targets).")
         return LoaderBatches(data, torch.device(device), seed)
     images, targets = (data.images, data.targets) if isinstance(data, Dataset) else data
     return Batches(images.to(device), targets.to(device), batch_size, seed, **options)
+
+
+def permutation(n: int, seed: int, epoch: int) -> Tensor:
+    """The order of n examples in an epoch: a pure function of its arguments."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(epoch_seed(seed, epoch)))
 
 
 def epoch_seed(seed: int, epoch: int) -> int:

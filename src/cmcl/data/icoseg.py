@@ -1,16 +1,17 @@
 """iCoseg (Batra et al. 2010): `iCoseg/images/<group>/*` with masks `iCoseg/ground_truth/<group>/*`."""
 
-import hashlib
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+from ..files import digest
 from .dataset import Dataset, hold_out
 from .files import data_root
 from .pictures import Picture, Size, collect, image_size, masked_pictures, parse_size, read_segmentation
+from .published import ICOSEG_SITE
 
 SPLITS = ("train", "test")
-CURE = "The set's site is http://chenlab.ece.cornell.edu/projects/touch-coseg/."
+CURE = f"The set's site is {ICOSEG_SITE}."
 # The paper takes images "larger than 300x500", but no side is longer than 500: here that means at least.
 SMALLEST = (300, 500)
 
@@ -30,7 +31,7 @@ def load(
         root: folder that holds `iCoseg/`.
         orientation: "landscape" takes images at least 300 high and 500 wide; "both" also those lying the
             other way, which are then squeezed into the same shape.
-        size: (height, width) of the result, or one number for squares: images bicubic, masks by nearest pixel.
+        size: (height, width), or one number for squares: images bicubic, masks by nearest pixel.
         seed: decides the split. Byte-identical images always fall on the same side.
     """
     if orientation not in {"landscape", "both"}:
@@ -41,7 +42,7 @@ def load(
         raise ValueError(
             f"{folder} must hold images of at least {SMALLEST} (height, width). Got none. {CURE}"
         )
-    digests = [hashlib.sha256(picture.image.read_bytes()).digest() for picture in pictures]
+    digests = [digest(picture.image) for picture in pictures]
     train, test = hold_out([picture.label for picture in pictures], digests, fraction=0.2, seed=seed)
     chosen = [pictures[i] for i in (train if split == "train" else test)]
     return read_segmentation(chosen, shape, split=split, source=str(folder))

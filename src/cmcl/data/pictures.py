@@ -186,7 +186,7 @@ def read_mask(path: Path, size: Size | None = None, *, classes: int | None = Non
         values: Pixels = np.array(mask, dtype=np.uint8)
         if mask.mode == "P" and classes is None and len(np.unique(values)) <= 2:
             # the numbers of two colours mean nothing: programs number them as they come
-            values = np.array(mask.convert("RGB")).any(-1).astype(np.uint8)
+            values = np.array(mask.convert("RGB"), dtype=np.uint8).max(-1).clip(max=1)
     _check_values(values, path, classes)
     if classes is None:
         values = (values != 0).astype(np.uint8)

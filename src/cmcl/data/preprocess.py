@@ -88,8 +88,11 @@ def load(path: str | Path) -> Transform:
 def refit(config: Mapping[str, Any], root: str | Path | None = None) -> Transform:
     """Fit again from a saved config alone, on the same data found under `root`.
 
-    The data must have the same checksum, and what is learned must agree to rounding.
+    The data must have the same checksum, and what is learned must agree to rounding. The fit is taken
+    from the cache, or kept there.
     """
+    from .cache import fitted  # which imports this module
+
     transform, source = build(config), config.get("source")
     if source is None:
         return transform  # nothing was learned
@@ -99,20 +102,21 @@ def refit(config: Mapping[str, Any], root: str | Path | None = None) -> Transfor
             "Keep its saved file and use preprocess.load(path)."
         )
         raise ValueError(message)
-    transform.fit(load_recipe(source["recipe"], root))
-    if transform.checksum != config["checksum"]:
+    data = load_recipe(source["recipe"], root)
+    if transform.checksum_for(data.checksum) != config["checksum"]:
         message = (
             f"the data under root must be those of the first fit ({source['recipe']['name']}, sha256 "
             f"{source['checksum'][:12]}...). Got others. Point root at the same data."
         )
         raise ValueError(message)
+    transform = fitted(transform, data)
     _check_agreement(norms(transform._get_tensors()), config["norms"])
     return transform
 
 
 def _check_agreement(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
     for name, value in expected.items():
-        if not math.isclose(found.get(name, math.nan), value, rel_tol=1e-4):
+        if not math.isclose(found.get(name, math.nan), value, rel_tol=1e-4, abs_tol=1e-6):
             message = (
                 f"{name} of the refitted transform must have norm {value:.6g}. Got {found.get(name)}. "
                 "The numerical libraries disagree: use the saved transform instead."

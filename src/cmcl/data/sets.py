@@ -1,5 +1,6 @@
 """The sets by name. Each name is a module of this folder with `SPLITS` and `load(split, root, ...)`."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -31,7 +32,8 @@ def load(name: str, *, split: str = "train", root: str | Path | None = None, **o
         name: a key of `DATASETS`.
         split: "train" or "test"; "validation" too, of a folder that has one.
         root: folder that holds the sets; without it `CMCL_DATA`, then `~/.cache/cmcl`.
-        options: what this set's own `load` takes, such as `size` for "folder".
+        options: what this set's own `load` takes, such as `size` for "folder"; JSON values, so that a saved
+            transform can name them (arrays are for "arrays" alone).
     """
     module = _module(name)
     if split not in module.SPLITS:
@@ -39,10 +41,23 @@ def load(name: str, *, split: str = "train", root: str | Path | None = None, **o
     known = signature(module.load).parameters.keys() - {"split", "root"}
     for option in sorted(options.keys() - known):
         raise TypeError(f"{option} must be an option of {name}. {nearest(option, sorted(known))}")
+    in_memory = name == "arrays"  # and so cannot be loaded again by name
+    if not in_memory:
+        options = _as_json(options)
     dataset: Dataset = module.load(split=split, root=root, **options)
-    if name == "arrays":  # what lives in memory only cannot be loaded again by name
+    if in_memory:
         return dataset
     return replace(dataset, recipe={"name": name, "split": split, "options": options})
+
+
+def _as_json(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as they will be when read back from a file."""
+    try:
+        safe: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        message = f"options must be numbers, texts and lists of them. Got something else ({error})."
+        raise TypeError(f"{message} Convert it first.") from None
+    return safe
 
 
 def splits_of(name: str) -> tuple[str, ...]:

@@ -127,10 +127,15 @@ def _moments(chunks: Chunks) -> tuple[Tensor, Tensor]:
         for start in range(0, d, _BLOCK):  # from the diagonal down: little more than half the work
             block = slice(start, start + _BLOCK)
             squares[start:, block].addmm_(x[:, start:].T, x[:, block])
-    if not squares.isfinite().all():
-        raise ValueError("images must be finite. Got NaN or infinity. Clean them before the fit.")
+    _check_finite(squares)
     mean = total / n
     return mean, squares.div_(n).addr_(mean, mean, alpha=-1)
+
+
+def _check_finite(sums: Tensor) -> None:
+    """What is not finite in any image shows in the sums over all of them."""
+    if not sums.isfinite().all():
+        raise ValueError("images must be finite. Got NaN or infinity. Clean them before the fit.")
 
 
 @dataclass(eq=False)
@@ -145,6 +150,7 @@ class MeanStd(Transform):
             n += x.numel() // x.shape[1]
             total = total.to(x) + x.sum((0, 2, 3))
             squares = squares.to(x) + x.square().sum((0, 2, 3))
+        _check_finite(squares)
         mean = total / n  # (C,)
         variance = (squares / n - mean.square()).clamp_min(0)
         deviation = torch.where(variance > 0, variance.sqrt(), 1.0)  # a constant channel only loses its mean
@@ -175,6 +181,9 @@ class Chain(Transform):
         super().__post_init__()
         if not self.steps:
             raise ValueError("steps must hold at least one transform. Got none.")
+        if len({id(step) for step in self.steps}) < len(self.steps):  # it would learn over what it learned
+            message = "steps must be different objects. Got one of them twice."
+            raise ValueError(f"{message} Make a second one, such as Chain([MeanStd(), MeanStd()]).")
 
     @property
     def needs_fit(self) -> bool:

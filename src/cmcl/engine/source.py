@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..data.batches import epoch_seed
+from ..data.batches import Batch, LoaderBatches, epoch_seed, permutation
 
 
 class Resident:
@@ -44,7 +44,7 @@ class Resident:
         start = steps.start * self.batch_size - epoch * self.examples
         count = len(steps) * self.batch_size
         for order, seed in zip(self._order, self.seeds, strict=True):
-            stream = torch.cat([self._permutation(seed, epoch), self._permutation(seed, epoch + 1)])
+            stream = torch.cat([permutation(self.examples, seed, e) for e in (epoch, epoch + 1)])
             order[: len(steps)].copy_(stream[start : start + count].reshape(len(steps), -1))
         self._row.fill_(step - steps.start)
 
@@ -72,10 +72,6 @@ class Resident:
     def _first(self, epoch: int) -> int:
         return -(-epoch * self.examples // self.batch_size)
 
-    def _permutation(self, seed: int, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(epoch_seed(seed, epoch))
-        return torch.randperm(self.examples, generator=generator)
-
 
 class Loaded:
     """Batches of a user's DataLoader, copied to one place on the device; all repeats see the same batch."""
@@ -83,41 +79,34 @@ class Loaded:
     def __init__(self, loader: DataLoader[Any], seeds: Sequence[int], device: torch.device) -> None:
         if not len(loader):
             raise ValueError("train must hold at least one batch. Got an empty DataLoader.")
-        self.loader, self.seeds, self.device = loader, seeds, device
+        self.batches = LoaderBatches(loader, device, seeds[0])
         self.batch_size = loader.batch_size or 1
         self.examples = len(loader) * self.batch_size
-        self._iterator: Iterator[Any] = iter(())
-        self._batch: tuple[Tensor, Tensor] | None = None
+        self._iterator: Iterator[Batch] = iter(())
+        self._batch: Batch | None = None
 
     def steps(self, epoch: int) -> range:
         """The steps of an epoch: one for each batch of the loader."""
-        return range(epoch * len(self.loader), (epoch + 1) * len(self.loader))
+        return range(epoch * len(self.batches), (epoch + 1) * len(self.batches))
 
     def begin(self, epoch: int, step: int) -> None:
         """Start the loader's epoch, and skip what was done before.
 
         Its order follows (seed, epoch), and so do augmentations that draw from torch's CPU generator.
         """
-        for generator in (self.loader.generator, torch.default_generator):
-            if generator is not None:
-                generator.manual_seed(epoch_seed(self.seeds[0], epoch))
-        if hasattr(self.loader.sampler, "set_epoch"):
-            self.loader.sampler.set_epoch(epoch)
-        self._iterator = iter(self.loader)
-        for _ in range(step - self.steps(epoch).start):
-            next(self._iterator)
+        torch.default_generator.manual_seed(epoch_seed(self.batches.seed, epoch))
+        self._iterator = self.batches.epoch(epoch, step - self.steps(epoch).start)
 
     def feed(self) -> None:
         """Bring the next batch to the device."""
-        images, targets = next(self._iterator)
-        self._batch = images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+        self._batch = next(self._iterator)
 
     @property
     def size(self) -> int:
         """Examples in the current batch; the last of an epoch may be smaller."""
         return len(self.batch(0)[1])
 
-    def batch(self, repeat: int) -> tuple[Tensor, Tensor]:
+    def batch(self, repeat: int) -> Batch:
         """Images (B, ...) and targets (B, ...) that `feed` brought."""
         assert self._batch is not None  # the loop feeds before every step
         return self._batch

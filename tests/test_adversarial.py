@@ -1,0 +1,135 @@
+"""Fast gradient sign: against the formula by hand, and as a training step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cmcl import Ensemble, Options, Recipe, fit
+from cmcl.adversarial import adversarial_logits
+
+QUIET = Options(quiet=True)
+RECIPE = Recipe(method="ie", members=2, steps=10, batch_size=8, lr=0.05, adversarial=0.1)
+
+
+class Net(nn.Module):
+    def __init__(self, norm=False):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5) if norm else nn.Identity()
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).tanh())
+
+
+def build(seed=0, norm=False):
+    torch.manual_seed(seed)
+    return Ensemble(lambda: Net(norm), 2)
+
+
+def data(n=16):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(n, 6, generator=generator) * torch.arange(1.0, 7.0)
+    return x, torch.randint(3, (n,), generator=generator)
+
+
+def attack(member, x, y, epsilon):
+    """A member's own adversarial inputs, as the paper that proposed them writes it."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(F.cross_entropy(member(x), y), x)
+    return (x + epsilon * gradient.sign()).detach()
+
+
+class TestLogits:
+    @pytest.mark.parametrize("epsilon", [0.0, 0.3])
+    def test_by_hand(self, epsilon):
+        ensemble, (x, y) = build(), data()
+        clean, attacked = adversarial_logits(ensemble, x, y, torch.tensor(epsilon))
+        for m, member in enumerate(ensemble.members):
+            torch.testing.assert_close(clean[m], member(x))
+            torch.testing.assert_close(attacked[m], member(attack(member, x, y, epsilon)))
+
+    def test_a_step_for_each_input_value(self):
+        ensemble, (x, y) = build(), data()
+        epsilon = torch.linspace(0, 1, 6)
+        _, attacked = adversarial_logits(ensemble, x, y, epsilon)
+        member = ensemble.members[0]
+        torch.testing.assert_close(attacked[0], member(attack(member, x, y, epsilon)))
+
+    def test_it_hurts_each_member_more_than_the_others_attack(self):
+        ensemble, (x, y) = build(), data(200)
+        clean, attacked = adversarial_logits(ensemble, x, y, torch.tensor(0.2))
+        losses = [
+            [F.cross_entropy(member(attack(other, x, y, 0.2)), y) for other in ensemble.members]
+            for member in ensemble.members
+        ]
+        for m in range(2):
+            assert F.cross_entropy(attacked[m], y) > F.cross_entropy(clean[m], y)
+            assert losses[m][m] > losses[m][1 - m]
+
+    def test_gradients_reach_the_weights_once_and_not_through_the_attack(self):
+        ensemble, (x, y) = build(), data()
+        member = ensemble.members[0]
+        clean, attacked = adversarial_logits(ensemble, x, y, torch.tensor(0.1))
+        (clean[0].sum() + attacked[0].sum()).backward()
+        ours = member.first.weight.grad.clone()
+        member.zero_grad()
+        (member(x).sum() + member(attack(member, x, y, 0.1)).sum()).backward()
+        torch.testing.assert_close(ours, member.first.weight.grad)
+        assert x.grad is None
+
+
+def plain_training(ensemble, recipe, x, y):
+    """Full batches, so that their order is no matter; a share of each input value's range."""
+    epsilon = recipe.adversarial * (x.amax(0) - x.amin(0))
+    optimizer = torch.optim.SGD(ensemble.parameters(), recipe.lr, momentum=recipe.momentum)
+    for _ in range(recipe.steps):
+        total = 0.0
+        for member in ensemble.members:
+            total = total + F.cross_entropy(member(x), y)
+            total = total + F.cross_entropy(member(attack(member, x, y, epsilon)), y)
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+
+
+class TestTraining:
+    def test_against_a_plain_loop(self):
+        """float32 in another order of summation: 1e-5 after 10 steps."""
+        ours, theirs, clean = build(), build(), build()
+        recipe = replace(RECIPE, batch_size=16)
+        fit(ours, data(), recipe=recipe, options=QUIET)
+        plain_training(theirs, recipe, *data())
+        fit(clean, data(), recipe=replace(recipe, adversarial=0.0), options=QUIET)
+        for ours_p, theirs_p, clean_p in zip(*(e.parameters() for e in (ours, theirs, clean)), strict=True):
+            torch.testing.assert_close(ours_p, theirs_p, rtol=1e-5, atol=1e-5)
+            assert not torch.allclose(ours_p, clean_p, atol=1e-3)
+
+    def test_repeats_and_pieces(self):
+        ensembles = [build(seed) for seed in (0, 1)]
+        fit(ensembles, data(), recipe=replace(RECIPE, accumulate=2), seed=[0, 1], options=QUIET)
+        alone = build(1)
+        fit(alone, data(), recipe=replace(RECIPE, accumulate=2), seed=1, options=QUIET)
+        assert all(a.equal(b) for a, b in zip(alone.parameters(), ensembles[1].parameters(), strict=True))
+
+    def test_a_loader_has_no_range(self):
+        loader = DataLoader(TensorDataset(*data()), batch_size=8)
+        with pytest.raises(
+            TypeError, match="train must be tensors for adversarial training. Got a DataLoader"
+        ):
+            fit(build(), loader, recipe=RECIPE, options=QUIET)
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+    def test_compiled(self):
+        """With batch normalisation: what its compiled backward would like to reuse is needed twice."""
+        torch.compiler.reset()
+        ours, theirs = build(norm=True), build(norm=True)
+        fit(ours, data(), recipe=RECIPE, options=replace(QUIET, compile=True))
+        fit(theirs, data(), recipe=RECIPE, options=QUIET)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+        torch.compiler.reset()
