@@ -82,9 +82,11 @@ def count(tally: Tally, loss: OracleLoss, logits: Tensor, targets: Tensor) -> No
         entropy.where(~v, 0).sum() / silent,
     ]
     tally.sums[: len(BATCH)] += torch.stack(values)
-    classes = tally.seen.shape[0]
-    index = targets.long() if classes > 1 else torch.zeros(batch, dtype=torch.long, device=v.device)
-    tally.wins.index_add_(1, index, v.double())
-    tally.seen.index_add_(0, index, torch.ones(batch, dtype=torch.float64, device=v.device))
+    if len(tally.seen) == 1:  # not by class
+        tally.wins.add_(v.double().sum(1, keepdim=True))
+        tally.seen.add_(batch)
+    else:
+        tally.wins.index_add_(1, targets.long(), v.double())
+        tally.seen.index_add_(0, targets.long(), torch.ones(batch, dtype=torch.float64, device=v.device))
     finite = (loss.task + loss.kl).isfinite().all(1)  # (M,)
     tally.bad.copy_(torch.minimum(tally.bad, torch.where(finite, torch.inf, tally.sums[len(BATCH)])))
