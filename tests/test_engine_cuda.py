@@ -28,6 +28,7 @@ from cmcl.engine.source import Resident
 from cmcl.engine.state import State
 from cmcl.engine.step import Captured, Step, set_lr
 from cmcl.networks import NETWORKS, resnet20
+from helpers import only_our_warnings
 
 pytestmark = [
     pytest.mark.cuda,
@@ -60,15 +61,6 @@ def exact_arithmetic():
     yield
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
     torch.compiler.reset()
-
-
-@contextmanager
-def only_our_warnings():
-    """torch's own do not pass through its compiler if they are errors; a fallback of ours still fails."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", message=".*and slower")
-        yield
 
 
 def examples(name="resnet20", n=N):

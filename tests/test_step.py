@@ -4,8 +4,6 @@ M members, B batch, C classes.
 """
 
 import math
-import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +22,7 @@ from cmcl.engine.source import Resident
 from cmcl.engine.state import State
 from cmcl.engine.step import Step, make_optimizer, set_lr
 from cmcl.networks import NETWORKS
+from helpers import only_our_warnings
 
 CPU = torch.device("cpu")
 N, B, CLASSES = 40, 8, 4
@@ -107,15 +106,6 @@ def distance(ours, theirs, start):
     apart = sum((ours[key] - theirs[key]).double().square().sum() for key in learned)
     way = sum((theirs[key] - start[key]).double().square().sum() for key in learned)
     return (apart / way).sqrt().item()
-
-
-@contextmanager
-def only_our_warnings():
-    """torch's own do not pass through its compiler if they are errors; a fallback of ours still fails."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("error", message=".*and slower")
-        yield
 
 
 def identical(ours, theirs):
