@@ -19,7 +19,7 @@ ORDER = [
     *("lazy", "files", "checks", "modes", "recipe"),
     *("objectives", "sharing", "metrics", "networks", "data"),
     *("split", "members", "ensemble", "saving", "adversarial"),
-    *("engine", "experiments", "report", "estimator", "export", "cli"),
+    *("engine", "experiments", "report", "estimator", "rejecting", "export", "tuning", "demo", "cli"),
 ]
 EXCEPTIONS = {("ensemble", "saving")}  # Ensemble.save, inside the method
 

@@ -18,9 +18,10 @@ from cmcl import Ensemble, Recipe
 from cmcl.data.batches import epoch_seed
 from cmcl.engine import step as engine_step
 from cmcl.engine.lanes import Compiler, Lanes
+from cmcl.engine.optimizer import make_optimizer, set_lr
 from cmcl.engine.source import Resident
 from cmcl.engine.state import State
-from cmcl.engine.step import Step, make_optimizer, set_lr
+from cmcl.engine.step import Step
 from cmcl.networks import NETWORKS
 from helpers import only_our_warnings
 

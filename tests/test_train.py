@@ -173,7 +173,7 @@ class TestRows:
         with torch.no_grad():
             loss = cmcl.confident_oracle_loss(ensemble.train()(images), targets, overlap=2)
             entropy = cmcl.metrics.entropy(ensemble(images).softmax(2))
-        recipe = replace(RECIPE, steps=1, epochs=None, labels="exact")
+        recipe = replace(RECIPE, steps=1, epochs=None, labels="exact", share_prob=0.0)
         (row,) = fit(ensemble, (images, targets), recipe=recipe, options=QUIET).rows
         assert row["loss"] == pytest.approx(loss.total.item(), rel=1e-5)
         assert row["win_rates"] == pytest.approx(loss.assignment.float().mean(1).tolist())
@@ -294,6 +294,13 @@ class TestRecipes:
             fit(small(), (images, targets + (targets == 3)), recipe=RECIPE, options=QUIET)
         with pytest.raises(ValueError, match="precision must be"):
             Options(precision="float8")
+        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.7, as in the ensemble. Got 0.2."):
+            fit(small(), data(), recipe=replace(RECIPE, share_prob=0.2), options=QUIET)
+        apart = cmcl.Ensemble(list(small().members))
+        with pytest.raises(
+            ValueError, match=r"recipe.sharing must be False: the ensemble has no share_after."
+        ):
+            fit(apart, data(), recipe=RECIPE, options=QUIET)
 
 
 class TestEvaluation:
@@ -400,6 +407,9 @@ class TestInputs:
         assert not list(tmp_path.iterdir())
 
 
+APART = replace(RECIPE, share_prob=0.0)
+
+
 def poisoned(at, value=torch.nan, member=1):
     """An ensemble whose one member goes wrong at a step; nothing is shared, or others would catch it."""
     ensemble = small()
@@ -412,7 +422,7 @@ class TestDivergence:
     @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
     @pytest.mark.parametrize("value", [torch.nan, torch.inf])
     def test_says_where_and_keeps_the_last_good_state(self, tmp_path, value, optimizer):
-        recipe = replace(RECIPE, drops=((6, 0.1),), optimizer=optimizer)
+        recipe = replace(APART, drops=((6, 0.1),), optimizer=optimizer)
         ensemble = poisoned(7, value)
         with pytest.raises(Diverged) as error:
             fit(ensemble, data(), recipe=recipe, seed=2, out=tmp_path / "a", options=ALWAYS)
@@ -431,22 +441,22 @@ class TestDivergence:
 
     def test_the_last_checkpoint_can_be_resumed(self, tmp_path):
         with pytest.raises(Diverged):
-            fit(poisoned(7), data(), recipe=RECIPE, seed=2, out=tmp_path, options=ALWAYS)
+            fit(poisoned(7), data(), recipe=APART, seed=2, out=tmp_path, options=ALWAYS)
         cured, clean = poisoned(99), poisoned(99)
-        fit(cured, data(), recipe=RECIPE, seed=2, out=tmp_path, resume=True, options=QUIET)
-        fit(clean, data(), recipe=RECIPE, seed=2, options=QUIET)
+        fit(cured, data(), recipe=APART, seed=2, out=tmp_path, resume=True, options=QUIET)
+        fit(clean, data(), recipe=APART, seed=2, options=QUIET)
         assert identical(weights(cured), weights(clean))
 
     def test_it_is_noticed_before_a_checkpoint_is_written(self, tmp_path, monkeypatch):
         """As on a GPU, where looking at every step would cost too much."""
         monkeypatch.setattr(engine_train.Run, "_epoch", _blind(engine_train.Run._epoch))
         with pytest.raises(Diverged, match="at step 7"):
-            fit(poisoned(7), data(), recipe=RECIPE, seed=2, out=tmp_path, options=ALWAYS)
+            fit(poisoned(7), data(), recipe=APART, seed=2, out=tmp_path, options=ALWAYS)
         assert Checkpoints(tmp_path / "checkpoints").latest().step == 7
 
     def test_all_repeats_stop_and_the_seed_is_named(self):
         with pytest.raises(Diverged, match=r"seed 4: the loss of member \[2\] .* at step 3"):
-            fit([small(), poisoned(3, member=2)], data(), recipe=RECIPE, seed=[3, 4], options=QUIET)
+            fit([poisoned(99), poisoned(3, member=2)], data(), recipe=APART, seed=[3, 4], options=QUIET)
 
 
 def _blind(epoch):

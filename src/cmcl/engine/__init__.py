@@ -1,6 +1,7 @@
 """The training engine: one step, run eagerly on a CPU or captured on a GPU, and a loop that loses nothing."""
 
+from .scoring import evaluate
 from .setup import Options
-from .train import Diverged, Interrupted, Result, evaluate, fit
+from .train import Diverged, Interrupted, Result, fit
 
 __all__ = ["Diverged", "Interrupted", "Options", "Result", "evaluate", "fit"]

@@ -38,6 +38,10 @@ class Resident:
         """The steps whose batch begins in this epoch."""
         return range(self._first(epoch), self._first(epoch + 1))
 
+    def epoch_of(self, step: int) -> int:
+        """The epoch in which a step's batch begins."""
+        return step * self.batch_size // self.examples
+
     def begin(self, epoch: int, step: int) -> None:
         """Make ready for the steps of an epoch, from `step` on."""
         steps = self.steps(epoch)
@@ -88,6 +92,10 @@ class Loaded:
     def steps(self, epoch: int) -> range:
         """The steps of an epoch: one for each batch of the loader."""
         return range(epoch * len(self.batches), (epoch + 1) * len(self.batches))
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that a step belongs to."""
+        return step // len(self.batches)
 
     def begin(self, epoch: int, step: int) -> None:
         """Start the loader's epoch, and skip what was done before.

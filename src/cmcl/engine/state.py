@@ -13,7 +13,7 @@ from ..data.batches import epoch_seed
 from ..ensemble import Ensemble
 from ..recipe import Recipe
 from .checkpoint import Checkpoint
-from .step import make_optimizer
+from .optimizer import make_optimizer
 from .tally import Tally
 from .telemetry import DeadMembers
 

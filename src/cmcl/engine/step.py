@@ -7,20 +7,21 @@ its own data order, masks, labels and assignment.
 R repeats, M members, B batch, C classes.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import checks
 from ..adversarial import adversarial_logits
 from ..ensemble import Ensemble, in_turn
 from ..objectives import OracleLoss, confident_oracle_loss
 from ..recipe import Recipe
-from .lanes import Compiler, Lanes
+from .lanes import Compiler, Lanes, first_line
 from .source import Source
 from .tally import Tally, count
 
@@ -182,20 +183,26 @@ class Captured:
         # detached: a clone with a gradient would tie the weights to the stream it was made on
         kept, random = [t.detach().clone() for t in step.state()], torch.cuda.get_rng_state()
         try:
-            self._record(step, warm_up)
+            self._warm_up(step, kept, warm_up)
+            self._record(step)
+        except BaseException:
+            _renew_generator()
+            raise
         finally:
-            _renew_generator(random)
-            with torch.no_grad():
-                for tensor, value in zip(step.state(), kept, strict=True):
-                    tensor.copy_(value)
+            torch.cuda.set_rng_state(random)
+            _put_back(step, kept)
 
-    def _record(self, step: Step, warm_up: int) -> None:
+    def _warm_up(self, step: Step, kept: list[Tensor], times: int) -> None:
+        """Each call takes the same batch: there may be no other one left in this epoch."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(warm_up):
+            for _ in range(times):
                 step()
+                _put_back(step, kept)
         torch.cuda.current_stream().wait_stream(stream)
+
+    def _record(self, step: Step) -> None:
         # thread_local: what other threads do (the compiler's, a data loader's) does not spoil the recording
         # The outer context brings the current stream back, which a failed capture does not.
         with (
@@ -209,58 +216,26 @@ class Captured:
         self.graph.replay()
 
 
-def _renew_generator(state: Tensor) -> None:
-    """Set the CUDA generator's state; afresh, because a failed capture leaves the old one unusable."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+def captured(step: Step) -> Step | Captured:
+    """The step in a graph; as it is, with a warning that says why, if it cannot be captured."""
     try:
-        generator.set_state(state)
-    except RuntimeError:
-        fresh = torch.Generator(generator.device)
-        fresh.set_state(state)
-        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        return Captured(step)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = first_line(error.__context__ or error)  # ending a failed capture is an error of its own
+        warnings.warn(f"the step runs without a CUDA graph, and slower: {reason}", stacklevel=4)
+        step.one_stream()
+        return step
 
 
-def make_optimizer(ensembles: Sequence[Ensemble], recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimiser over all members, its state ready and on the device, its lr a tensor on CUDA.
-
-    Weight decay falls on the weights of convolutions and linear layers only.
-    """
-    modules = [module for ensemble in ensembles for module in ensemble.modules()]
-    weights = {id(m.weight) for m in modules if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)}
-    learning = {id(p): p for e in ensembles for p in e.parameters() if p.requires_grad}
-    if not learning:
-        raise ValueError("an ensemble must have weights that learn. Got none with requires_grad=True.")
-    decayed = [p for key, p in learning.items() if key in weights]
-    free = [p for key, p in learning.items() if key not in weights]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    device = next(iter(learning.values())).device
-    lr: Any = torch.tensor(recipe.lr, device=device) if device.type == "cuda" else recipe.lr
-    if recipe.optimizer == "sgd":
-        return _ready(
-            torch.optim.SGD(groups, lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
-        )
-    kind = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
-    return _ready(kind(groups, lr, fused=True, capturable=device.type == "cuda"))
+@torch.no_grad()
+def _put_back(step: Step, kept: list[Tensor]) -> None:
+    for tensor, value in zip(step.state(), kept, strict=True):
+        tensor.copy_(value)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Change the learning rate where the captured graph reads it."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-
-
-def _ready(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Momenta of 0 from the start, as the first step would make them: a graph needs them to be there."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state[p]
-            if isinstance(optimizer, torch.optim.SGD):
-                if group["momentum"]:
-                    state["momentum_buffer"] = torch.zeros_like(p)
-            else:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-    return optimizer
+def _renew_generator() -> None:
+    """Give CUDA's generator a state of its own: a failed capture leaves the old one waiting for its graph."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())

@@ -4,7 +4,6 @@ R repeats (seeds) of one ensemble train together; N examples.
 """
 
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,16 +13,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from .. import metrics
 from ..data.dataset import IGNORE
 from ..ensemble import Ensemble
 from ..recipe import Recipe
 from .checkpoint import Checkpoints, Interrupt, locked
-from .lanes import first_line
+from .optimizer import set_lr
+from .scoring import evaluate
 from .setup import Data, Options, count_classes, find_device, hold_out, place, settings, tensors
 from .source import Loaded, Resident, Source
 from .state import State
-from .step import Captured, Step, set_lr
+from .step import Captured, Step, captured
 from .telemetry import Progress, Telemetry
 
 
@@ -74,31 +73,24 @@ def fit(
     seeds = [seed] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(ensembles):
         raise ValueError(f"seed must give {len(ensembles)} numbers, one an ensemble. Got {len(seeds)}.")
-    for m in (len(own.members) for own in ensembles):
-        if m != recipe.members:
-            raise ValueError(f"recipe.members must be {m}, as in the ensemble. Got {recipe.members}.")
+    for own in ensembles:
+        _check_fits(own, recipe)
     options = options or Options()
     with settings(options, seeds):
         run = Run(ensembles, train, test, recipe, seeds, options)
         return run.go(None if out is None else Path(out), resume)
 
 
-def evaluate(ensemble: Ensemble, data: Data, *, batch_size: int = 1000) -> dict[str, float]:
-    """Errors in percent: `top1` (the most confident member's where outputs are dense), `oracle`, `member`."""
-    if isinstance(data, DataLoader):
-        parts = [(ensemble.predict(x).member_probs.cpu(), y) for x, y in data]
-        probs, targets = torch.cat([p for p, _ in parts], 1), torch.cat([y for _, y in parts])
-    else:
-        images, targets = tensors(data)
-        probs, targets = ensemble.predict(images, batch_size=batch_size).member_probs.cpu(), targets.cpu()
-    dense = targets.ndim > 1
-    ignore = IGNORE if dense else None
-    top1 = metrics.picked_error if dense else metrics.top1_error
-    return {
-        "top1": 100 * top1(probs, targets, ignore_index=ignore),
-        "oracle": 100 * metrics.oracle_error(probs, targets, ignore_index=ignore),
-        "member": 100 * metrics.member_errors(probs, targets, ignore_index=ignore).mean().item(),
-    }
+def _check_fits(ensemble: Ensemble, recipe: Recipe) -> None:
+    """The recipe tells the truth about the ensemble; one that says nothing of sharing leaves it free."""
+    if recipe.members != (m := len(ensemble.members)):
+        raise ValueError(f"recipe.members must be {m}, as in the ensemble. Got {recipe.members}.")
+    if recipe.sharing and ensemble.share_after is None:
+        raise ValueError("recipe.sharing must be False: the ensemble has no share_after. Got True.")
+    if recipe.sharing and recipe.share_prob != ensemble.share_prob:
+        raise ValueError(
+            f"recipe.share_prob must be {ensemble.share_prob}, as in the ensemble. Got {recipe.share_prob}."
+        )
 
 
 class Run:
@@ -212,21 +204,13 @@ class Run:
             return step
         set_lr(self.state.optimizer, self._lr(self.state.step))
         self.source.begin(epoch, self.state.step)
-        try:
-            return Captured(step)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            reason = first_line(error.__context__ or error)  # ending a failed capture is an error of its own
-            warnings.warn(f"the step runs without a CUDA graph, and slower: {reason}", stacklevel=2)
-            step.one_stream()
-            return step
+        return captured(step)
 
     def _check_finite(self) -> None:
         for seed, tally in zip(self.state.seeds, self.state.tallies, strict=True):
             bad = tally.bad.tolist()  # of each member, the first step of this epoch, or inf
             if min(bad) < torch.inf:
-                first = self.source.steps(self._epoch_of(self.state.step - 1)).start
+                first = self.source.steps(self.source.epoch_of(self.state.step - 1)).start
                 step, members = first + int(min(bad)), [m for m, s in enumerate(bad) if s == min(bad)]
                 raise Diverged(
                     f"seed {seed}: the loss of member {members} is NaN or infinite at step {step}, with lr "
@@ -282,14 +266,10 @@ class Run:
 
     def _done(self) -> int:
         """Epochs that have ended; the last may be a part."""
-        return self._epochs() if self.state.step >= self.steps else self._epoch_of(self.state.step)
+        return self._epochs() if self.state.step >= self.steps else self.source.epoch_of(self.state.step)
 
     def _epochs(self) -> int:
-        return self._epoch_of(self.steps - 1) + 1
-
-    def _epoch_of(self, step: int) -> int:
-        epoch = step * self.source.batch_size // self.source.examples
-        return epoch if step < self.source.steps(epoch).stop else epoch + 1
+        return self.source.epoch_of(self.steps - 1) + 1
 
     def _epsilon(self) -> torch.Tensor | None:
         """The adversarial step: a share of the range that each input value has in training."""

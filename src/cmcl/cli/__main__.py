@@ -1,0 +1,5 @@
+"""`python -m cmcl.cli`: the command, where it is not installed."""
+
+from . import main
+
+main()
