@@ -281,7 +281,8 @@ def test_the_captured_loop_never_waits_for_the_device():
     source.begin(0, 0)
     captured = Captured(step)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for number in range(4):
             set_lr(state.optimizer, 0.1 / (number + 1))
