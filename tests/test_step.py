@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import cmcl
 from cmcl import Ensemble, Recipe
@@ -19,6 +20,7 @@ from cmcl.data.batches import epoch_seed
 from cmcl.engine import step as engine_step
 from cmcl.engine.lanes import Compiler, Lanes
 from cmcl.engine.optimizer import make_optimizer, set_lr
+from cmcl.engine.setup import compiler_settings
 from cmcl.engine.source import Resident
 from cmcl.engine.state import State
 from cmcl.engine.step import Step
@@ -335,6 +337,17 @@ class TestCompiled:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken_backend))
         ours, theirs = small(), small()
         with pytest.warns(UserWarning, match="runs uncompiled, and slower: no compiler on this mach") as seen:
+            run(*make([ours], RECIPE, compile=True), RECIPE)
+        assert len(seen) == 1
+        run(*make([theirs], RECIPE), RECIPE)
+        assert identical(weights(ours), weights(theirs))
+
+    def test_a_backward_pass_that_cannot_be_compiled(self, monkeypatch):
+        """It is noticed on the way forward, when there is still another way to go."""
+        backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=broken_backend)
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+        ours, theirs = small(), small()
+        with compiler_settings(), pytest.warns(UserWarning, match="and slower: no compiler on this") as seen:
             run(*make([ours], RECIPE, compile=True), RECIPE)
         assert len(seen) == 1
         run(*make([theirs], RECIPE), RECIPE)

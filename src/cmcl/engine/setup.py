@@ -57,9 +57,8 @@ def settings(options: Options, seeds: Sequence[int]) -> Iterator[None]:
     cuda = find_device(options.device).type == "cuda"
     before = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
     compiled = cuda if options.compile is None else options.compile
-    # Every recipe is a graph of its own, and one process may train many: torch would stop compiling at 8.
-    limit: Any = torch._dynamo.config.patch(recompile_limit=256) if compiled else nullcontext()
-    with limit, torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
+    compiling = compiler_settings() if compiled else nullcontext()
+    with compiling, torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
         if cuda:
             torch.cuda.manual_seed(epoch_seed(seeds[0], -1))
         if cuda and options.deterministic:
@@ -76,6 +75,20 @@ def settings(options: Options, seeds: Sequence[int]) -> Iterator[None]:
         finally:
             torch.backends.cudnn.benchmark = before[0]
             torch.use_deterministic_algorithms(before[1])
+
+
+@contextmanager
+def compiler_settings() -> Iterator[None]:
+    """What torch's compiler must know of us.
+
+    Every recipe is a graph of its own, and one process may train many: torch would stop compiling at 8. The
+    backward pass is compiled with the forward pass, so that what fails there, too, can run uncompiled.
+    """
+    with (
+        torch._dynamo.config.patch(recompile_limit=256),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+    ):
+        yield
 
 
 def hold_out(train: Data, fraction: float) -> tuple[Data, Data | None]:
