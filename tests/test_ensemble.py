@@ -256,7 +256,9 @@ class TestPredict:
             def forward(self, x):
                 return {"logits": super().forward(x)}
 
-        with pytest.raises(TypeError, match="members must return a tensor of logits.*Got dict from member 0"):
+        with pytest.raises(
+            TypeError, match="members must return a tensor of logits.*Got dict with 'logits' from member 0"
+        ):
             Ensemble(Wrong, 2).predict(torch.zeros(7, 4))
 
 

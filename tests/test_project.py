@@ -18,7 +18,7 @@ PACKAGE = ROOT / "src" / "cmcl"
 ORDER = [
     *("lazy", "files", "checks", "modes", "recipe"),
     *("objectives", "sharing", "metrics", "networks", "data"),
-    *("split", "members", "ensemble", "saving", "adversarial"),
+    *("tracing", "split", "places", "members", "ensemble", "finetuning", "saving", "adversarial"),
     *("engine", "experiments", "report", "estimator", "rejecting", "export", "tuning", "demo", "cli"),
 ]
 EXCEPTIONS = {("ensemble", "saving")}  # Ensemble.save, inside the method

@@ -119,6 +119,15 @@ class TestOwnNetworks:
         assert cmcl.load(tmp_path, network=tied).predict(x).probs.equal(ensemble.predict(x).probs)
 
 
+def test_a_folder_from_before_stems_and_outputs(saved):
+    config = json.loads((saved[1] / "config.json").read_text())
+    assert config.pop("stem") is None
+    assert config.pop("output") is None
+    (saved[1] / "config.json").write_text(json.dumps(config))
+    x = torch.randn(5, 1, 8, 8)
+    assert cmcl.load(saved[1]).predict(x).probs.equal(saved[0].predict(x).probs)
+
+
 def test_half_precision_comes_back_as_float32(saved, tmp_path):
     ensemble, _ = saved
     ensemble.half().save(tmp_path / "half")
@@ -237,6 +246,8 @@ class TestDamage:
         [
             ({"weights": {"file": "x.safetensors"}}, "weights missing or malformed"),
             ({"members": ["cnn"]}, "members missing or malformed"),
+            ({"stem": "layer1"}, "stem missing or malformed"),
+            ({"output": 3}, "output missing or malformed"),
             ({"members": [{"network": "cnn"}] * 3}, "its cnn cannot be built"),
             ({"members": [{"network": "cnn", "options": {"colour": 1}}] * 3}, "its cnn cannot be built"),
             ({"version": "1"}, "format version '1'. Save the ensemble again"),

@@ -17,11 +17,16 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "share_features": "sharing",
     "Ensemble": "ensemble",
     "Prediction": "ensemble",
+    "find_places": "places",
+    "Place": "places",
+    "from_pretrained": "finetuning",
+    "OneStem": "finetuning",
     "load": "saving",
     "Recipe": "recipe",
     "Options": "engine",
     "fit": "engine",
     "evaluate": "engine",
+    "CMCLClassifier": "estimator",
     "metrics": "",
     "networks": "",
     "data": "",
@@ -39,10 +44,15 @@ if TYPE_CHECKING:
     from .engine import fit as fit
     from .ensemble import Ensemble as Ensemble
     from .ensemble import Prediction as Prediction
+    from .estimator import CMCLClassifier as CMCLClassifier
+    from .finetuning import OneStem as OneStem
+    from .finetuning import from_pretrained as from_pretrained
     from .objectives import OracleLoss as OracleLoss
     from .objectives import confident_oracle_loss as confident_oracle_loss
     from .objectives import independent_loss as independent_loss
     from .objectives import oracle_loss as oracle_loss
+    from .places import Place as Place
+    from .places import find_places as find_places
     from .recipe import Recipe as Recipe
     from .saving import load as load
     from .sharing import share_features as share_features

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .data.transform import Transform
-from .members import Network, build_members, distinct
+from .members import Network, Output, build_members, distinct, logits_of
 from .metrics import entropy
 from .modes import keep_modes
 from .sharing import MODES, share_features
@@ -39,6 +39,7 @@ class Ensemble(nn.Module):
             networks that offer `stem` and `trunk`. None: the members never meet.
         share_prob: lambda of the paper, the probability that a feature value is passed on.
         share_at_test: masks in eval mode: "expected", "sampled" or "off".
+        output: picks the logits from what a member returns, where that is a dict, a tuple or the like.
     """
 
     def __init__(
@@ -49,14 +50,15 @@ class Ensemble(nn.Module):
         share_after: str | None = None,
         share_prob: float = 0.7,
         share_at_test: str = "expected",
+        output: Output | None = None,
     ) -> None:
         super().__init__()
         checks.probability("share_prob", share_prob)
         checks.choice("share_at_test", share_at_test, MODES)
         self.members = nn.ModuleList(distinct(build_members(network, members)))
         self._share_after = share_after
-        self.share_prob = float(share_prob)
-        self.share_at_test = share_at_test
+        self.share_prob, self.share_at_test = float(share_prob), share_at_test
+        self.output = output
         self.transform: Transform | None = None  # of raw images; what is fitted to the data travels with it
         self.run: Callable[[list[partial[Any]]], list[Any]] = in_turn  # the engine has faster ways
         self._cut()
@@ -78,7 +80,7 @@ class Ensemble(nn.Module):
         (mixed,) = self.run([partial(share, [h for h, _ in parts])])
         trunks = zip(pairs, mixed, parts, strict=True)
         calls = [partial(halves.trunk, member, h, rest) for (member, halves), h, (_, rest) in trunks]
-        return torch.stack(checks.outputs(self.run(calls)))  # (M, B, C, ...)
+        return torch.stack(logits_of(self.run(calls), self.output))  # (M, B, C, ...)
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
@@ -108,9 +110,8 @@ class Ensemble(nn.Module):
     def extra_repr(self) -> str:
         """Members, where features are shared, parameter counts."""
         shared = f"shared after {self.share_after!r} with probability {self.share_prob}"
-        where = shared if self.share_after else "not shared"
-        count = sum(p.numel() for p in self.parameters())
-        return f"{len(self.members)} members, {count:,} parameters, features {where}"
+        count = f"{len(self.members)} members, {sum(p.numel() for p in self.parameters()):,} parameters"
+        return f"{count}, features {shared if self.share_after else 'not shared'}"
 
     def _cut(self) -> None:
         self._halves = [split(member, self.share_after) for member in self.members]

@@ -1,15 +1,17 @@
-"""Where an ensemble's members come from: a function that builds one, or a list of modules."""
+"""An ensemble's members: where they come from, and how their logits are found in what they return."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from . import checks
 
 Network = Callable[[], nn.Module] | Sequence[nn.Module]
+Output = Callable[[Any], Tensor]  # what a member returns -> its logits (B, C, ...)
 
 
 def build_members(network: Network, members: int | None) -> list[nn.Module]:
@@ -43,6 +45,30 @@ def distinct(given: list[nn.Module]) -> list[nn.Module]:
                 "build a freshly initialised module for each (a function, not copies of one instance)."
             )
     return given
+
+
+def logits_of(returned: list[Any], output: Output | None) -> list[Tensor]:
+    """The members' logits (B, C, ...): what they return, or what `output` picks from it."""
+    if output is not None:
+        return checks.outputs([output(answer) for answer in returned])
+    for m, answer in enumerate(returned):
+        if not isinstance(answer, Tensor):
+            raise TypeError(
+                f"members must return a tensor of logits (batch, classes, ...). Got {_contents(answer)} from "
+                f"member {m}; pass output=, a function that picks the logits, such as {_example(answer)}."
+            )
+    return checks.outputs(returned)
+
+
+def _contents(answer: Any) -> str:
+    keys = f" with {', '.join(map(repr, answer))}" if isinstance(answer, Mapping) else ""
+    return checks.kind(answer) + keys
+
+
+def _example(answer: Any) -> str:
+    if isinstance(answer, Mapping):
+        return f"lambda out: out[{next(iter(answer), 'logits')!r}]"
+    return "lambda out: out[0]" if isinstance(answer, Sequence) else "lambda out: out.logits"
 
 
 def _equal_weights(a: nn.Module, b: nn.Module) -> bool:

@@ -5,7 +5,8 @@ interrupted leaves the ensemble that was there before.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from .data import preprocess
 from .data.transform import Chunks, Transform
 from .ensemble import Ensemble
 from .files import replacing
-from .members import Network, build_members
+from .finetuning import OneStem, held_once, join_stems
+from .members import Network, Output, build_members
 from .networks import NETWORKS
 from .networks.base import SplitNetwork
 from .sharing import MODES
@@ -59,6 +61,8 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
         "cmcl": __version__,
         "members": [_describe(member) for member in ensemble.members],
         **{name: getattr(ensemble, name) for name in SETTINGS},
+        "stem": {"stem": ensemble.stem, "freeze": ensemble.freeze} if isinstance(ensemble, OneStem) else None,
+        "output": None if ensemble.output is None else _name(ensemble.output),
         "transform": transform,
         "weights": weights,
     }
@@ -84,6 +88,7 @@ def load(
     path: str | Path,
     *,
     network: Network | None = None,
+    output: Output | None = None,
     device: str | torch.device = "cpu",
     root: str | Path | None = None,
 ) -> Ensemble:
@@ -92,19 +97,26 @@ def load(
     Args:
         path: the folder.
         network: what builds a member, as for `Ensemble`; needed for networks that are not cmcl's own.
+        output: what picks the logits, as for `Ensemble`; needed where it was saved with one.
         device: where the ensemble goes.
         root: folder of the data sets, to fit the images' transform again if it was too large to be saved.
     """
     folder = Path(path)
     config = _read_config(folder)
+    if config["output"] and output is None:
+        raise ValueError(
+            f"{folder} was saved with output={config['output']}, a function, which is not saved. "
+            "Pass output=, the function that picks the logits from what a member returns."
+        )
     weights = _read_weights(folder, config["weights"])
     count = len({key.split(".")[1] for key in weights if key.startswith("members.")})
     if count not in (0, len(config["members"])):
         raise ValueError(f"{folder} is damaged: {len(config['members'])} members named, {count} saved.")
     modules = _modules(folder, config["members"], network)
+    stem = config["stem"]
+    common = held_once(modules[0], join_stems(modules, stem["stem"])) if stem else []
     for m, module in enumerate(modules):
-        prefix = f"members.{m}."
-        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        own = {**_below("members.0.", weights, only=common), **_below(f"members.{m}.", weights)}
         if any(value.dtype == torch.float64 for value in own.values()):
             module.double()  # what was computed in double precision does not come back in less
         try:
@@ -112,7 +124,9 @@ def load(
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{folder} does not fit member {m}. {reason}") from error
-    ensemble = Ensemble(modules, **{name: config[name] for name in SETTINGS}).to(device).eval()
+    settings = {name: config[name] for name in SETTINGS}
+    build: Callable[..., Ensemble] = partial(OneStem, **stem) if stem else Ensemble
+    ensemble = build(modules, **settings, output=output).to(device).eval()
     ensemble.transform = _transform(config["transform"], weights, root)
     return ensemble
 
@@ -152,10 +166,19 @@ def _transform(
 ) -> Transform | None:
     if config is None:
         return None
-    learned = {k.removeprefix("transform."): t for k, t in weights.items() if k.startswith("transform.")}
+    learned = _below("transform.", weights)
     if learned or not preprocess.build(config).needs_fit:
         return preprocess.from_state(config, learned)
     return Missing(config) if root is None else preprocess.refit(config, root)
+
+
+def _below(prefix: str, weights: dict[str, Tensor], only: Sequence[str] | None = None) -> dict[str, Tensor]:
+    found = {key.removeprefix(prefix): t for key, t in weights.items() if key.startswith(prefix)}
+    return found if only is None else {key: found[key] for key in only if key in found}
+
+
+def _name(function: Output) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _describe(member: nn.Module) -> dict[str, Any]:
@@ -205,6 +228,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{path} has format version {version}, and this cmcl {__version__} reads up to {VERSION}. "
             "Upgrade with: pip install -U confident-mcl"
         )
+    config = {"stem": None, "output": None} | config  # an older file does not say
     wrong = [name for name, fits in _FITS.items() if name not in config or not fits(config[name])]
     if wrong:
         raise ValueError(
@@ -219,6 +243,8 @@ _FITS: dict[str, Callable[[Any], bool]] = {  # what a config holds
         isinstance(v, dict) and {"file", "sha256"} <= v.keys() and Path(v["file"]).name == v["file"]
     ),
     "transform": lambda v: v is None or isinstance(v, dict),
+    "stem": lambda v: v is None or (isinstance(v, dict) and v.keys() == {"stem", "freeze"}),
+    "output": lambda v: v is None or isinstance(v, str),
     "share_after": lambda v: v is None or isinstance(v, str),
     "share_prob": lambda v: isinstance(v, int | float),
     "share_at_test": lambda v: v in MODES,

@@ -5,16 +5,14 @@ the other values that cross the cut (skip connections, sizes) and travels unmixe
 an argument and read its live submodules, so that `.to()`, `.train()` and `load_state_dict` just work.
 """
 
-import difflib
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from . import checks
 from .modes import keep_modes
 from .networks.base import SplitNetwork
+from .tracing import CannotCutError, cut_nodes, trace
 
 
 class Halves(NamedTuple):
@@ -24,32 +22,31 @@ class Halves(NamedTuple):
     trunk: Callable[[nn.Module, Tensor, tuple[Any, ...]], Tensor]
 
 
-def split(module: nn.Module, name: str | None) -> Halves:
+def split(module: nn.Module, name: str | None, *, start: str | None = None) -> Halves:
     """Cut `module` after its submodule `name`; None: before everything, the trunk is the whole network.
 
     With name="stem", a module that offers methods `stem(x)` and `trunk(h)` is taken at its word; `stem` may
     return (h, *others), which then reach `trunk(h, *others)` unmixed. Anything else is traced by torch.fx,
     once for train and once for eval mode: what is decided in Python, not by tensors, stays as it was then.
+
+    With `start`, another submodule, the network begins after that one, and x is its output.
     """
-    if name is None:
+    if name is None and start is None:
         return Halves(_no_stem, _whole)
-    if name == "stem" and (isinstance(module, SplitNetwork) or _has_methods(module, "stem", "trunk")):
+    if start is None and offers_halves(module, name):
         return Halves(_own_stem, _own_trunk)
-    if name not in (known := dict(module.named_modules())):
-        if not isinstance(name, str):
-            raise TypeError(f"share_after must be a submodule's name. Got {checks.kind(name)}.")
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known)[1:6]
-        raise ValueError(
-            f"share_after must name a submodule of {type(module).__name__}. Got {name!r}; "
-            f"the nearest are {', '.join(map(repr, close)) or 'none, it has no submodules'}."
-        )
     # Tracing freezes what the code does with self.training (F.dropout, say), so each mode has its own cut.
     with keep_modes(module):
-        training, evaluation = _cut(module.train(), name), _cut(module.eval(), name)
+        training, evaluation = cut(module.train(), name, start=start), cut(module.eval(), name, start=start)
     return Halves(
         lambda module, x: (training if module.training else evaluation).stem(module, x),
         lambda module, h, rest: (training if module.training else evaluation).trunk(module, h, rest),
     )
+
+
+def offers_halves(module: nn.Module, name: str | None) -> bool:
+    """Does `module` say itself what comes before and after the place `name`?"""
+    return name == "stem" and (isinstance(module, SplitNetwork) or _has_methods(module, "stem", "trunk"))
 
 
 def _has_methods(module: nn.Module, *names: str) -> bool:
@@ -77,77 +74,29 @@ def _own_trunk(module: Any, h: Tensor, rest: tuple[Any, ...]) -> Tensor:
     return logits
 
 
-class _Tracer(fx.Tracer):
-    """Keeps the named submodule whole, and looks inside whatever contains it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name == self.name:
-            return True
-        inside = self.name.startswith(f"{module_qualified_name}.")
-        return not inside and super().is_leaf_module(m, module_qualified_name)
-
-
-def _cut(module: nn.Module, name: str) -> Halves:
-    nodes = _trace(module, name)
-    calls = [i for i, node in enumerate(nodes) if node.op == "call_module" and node.target == name]
-    if len(calls) != 1:
-        raise _cannot(module, name, f"it is called {len(calls)} times in forward, and must be called once")
-    before, after = nodes[: calls[0] + 1], nodes[calls[0] + 1 :]
-    cut, x = before[-1], before[0]
-    if not any(user in after for user in cut.users):
-        raise _cannot(module, name, "nothing after it uses its output")
-    attributes = [node for node in before if node.op == "get_attr"]  # read again rather than carried
-    carried = [
-        node
-        for node in before
-        if node is not cut and node not in attributes and any(user in after for user in node.users)
-    ]
-    stem = _function(before, [x], (cut, *carried))
-    trunk = _function([*attributes, *after], [cut, *carried], None)
+def cut(module: nn.Module, name: str | None, *, start: str | None = None) -> Halves:
+    """The halves of a network in the mode it is in, train or eval; arguments as for `split`."""
+    names = [name for name in (start, name) if name is not None]
+    nodes = trace(module, names)
+    x = nodes[0]
+    if start is not None:
+        first = cut_nodes(module, nodes, start)
+        if first.carried:
+            others = ", ".join(map(str, first.carried))
+            raise CannotCutError(module, start, f"other values than its output are used after it ({others})")
+        x, nodes = first.output, [*first.attributes, first.output, *first.after]
+    if name is None:
+        whole = _function(nodes, [x], None)
+        return Halves(_no_stem, lambda module, h, rest: whole(module, h))
+    place = cut_nodes(module, nodes, name)
+    stem = _function(place.before, [x], (place.output, *place.carried))
+    trunk = _function([*place.attributes, *place.after], [place.output, *place.carried], None)
 
     def run_stem(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         h, *rest = stem(module, x)
         return h, tuple(rest)
 
     return Halves(run_stem, lambda module, h, rest: trunk(module, h, *rest))
-
-
-def _trace(module: nn.Module, name: str) -> list[fx.Node]:
-    """The nodes of forward(x): one input, arguments with a default fixed to it."""
-    defaults = _defaults(module, name)
-    before = set(vars(module))
-    try:
-        graph = _Tracer(name).trace(module, concrete_args=defaults)
-    except Exception as error:  # whatever the network's own code raises on symbolic values
-        raise _cannot(module, name, f"torch.fx cannot trace it ({error})") from error
-    finally:
-        constants = set(vars(module)) - before
-        for constant in constants:
-            delattr(module, constant)
-    if constants:
-        raise _cannot(module, name, "it makes a tensor in forward, which tracing would freeze (use a buffer)")
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    fixed = set(inputs[1:])  # and what fx adds to assert their values
-    for node in graph.nodes:
-        if not fixed.isdisjoint(node.all_input_nodes):
-            fixed.add(node)
-    return [node for node in graph.nodes if node not in fixed]
-
-
-def _defaults(module: nn.Module, name: str) -> dict[str, Any]:
-    """The arguments of forward besides the input, which must do with their defaults."""
-    first, *others = inspect.signature(module.forward).parameters.values()
-    others = [p for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for p in others:
-        if p.default is p.empty or isinstance(p.default, tuple | list | dict):
-            raise _cannot(module, name, f"its forward needs {p.name!r} besides the input")
-    if first.kind in (first.VAR_POSITIONAL, first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise _cannot(module, name, f"its forward must name its input, and has only {first}")
-    return {p.name: p.default for p in others}
 
 
 def _function(
@@ -165,10 +114,3 @@ def _function(
     exec(code.src, code.globals)  # fx's own way from graph to function
     function: Callable[..., Any] = code.globals["forward"]
     return function
-
-
-def _cannot(module: nn.Module, name: str, reason: str) -> ValueError:
-    return ValueError(
-        f"{type(module).__name__} cannot be cut after {name!r}: {reason}. Name another submodule, or give "
-        "the network two methods, stem(x) and trunk(h), and pass share_after='stem'."
-    )

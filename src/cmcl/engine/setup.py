@@ -64,7 +64,8 @@ def settings(options: Options, seeds: Sequence[int]) -> Iterator[None]:
         if cuda and options.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it
         torch.backends.cudnn.benchmark = not options.deterministic
-        torch.use_deterministic_algorithms(options.deterministic or before[1])
+        if options.deterministic and not before[1]:  # asking for what holds already loads torch's compiler
+            torch.use_deterministic_algorithms(True)
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -74,7 +75,8 @@ def settings(options: Options, seeds: Sequence[int]) -> Iterator[None]:
             ) from error
         finally:
             torch.backends.cudnn.benchmark = before[0]
-            torch.use_deterministic_algorithms(before[1])
+            if torch.are_deterministic_algorithms_enabled() != before[1]:
+                torch.use_deterministic_algorithms(before[1])
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from ..data.dataset import IGNORE
 from ..ensemble import Ensemble
+from ..objectives import TaskLoss
 from ..recipe import Recipe
 from .checkpoint import Checkpoints, Interrupt, locked
 from .optimizer import set_lr
@@ -51,6 +52,7 @@ def fit(
     recipe: Recipe,
     seed: int | Sequence[int] = 0,
     test: Data | None = None,
+    task: TaskLoss | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     options: Options | None = None,
@@ -65,6 +67,7 @@ def fit(
             the way; `test` only if nothing is held out.
         seed: of data order, masks and labels; one for each repeat.
         test: data for the scores at the end.
+        task: what a specialist learns, as for `confident_oracle_loss`: class weights, label smoothing.
         out: run folder, for telemetry and checkpoints. None: nothing is written.
         resume: go on from the folder's last checkpoint, if there is one.
         options: how the run is carried out.
@@ -77,7 +80,7 @@ def fit(
         _check_fits(own, recipe)
     options = options or Options()
     with settings(options, seeds):
-        run = Run(ensembles, train, test, recipe, seeds, options)
+        run = Run(ensembles, train, test, recipe, seeds, options, task)
         return run.go(None if out is None else Path(out), resume)
 
 
@@ -104,8 +107,9 @@ class Run:
         recipe: Recipe,
         seeds: list[int],
         options: Options,
+        task: TaskLoss | None = None,
     ) -> None:
-        self.recipe, self.options, self.test = recipe, options, test
+        self.recipe, self.options, self.test, self.task = recipe, options, test, task
         self.device = find_device(options.device)
         train, held_out = hold_out(train, recipe.validation)
         self.held_out = held_out or test  # what is looked at on the way
@@ -183,7 +187,7 @@ class Run:
         capture = cuda and options.capture is not False and isinstance(self.source, Resident)
         if cuda and options.capture and not capture:
             raise TypeError("train must be tensors for a captured step. Got a DataLoader; leave out capture.")
-        objective = self.recipe.objective
+        objective = self.recipe.objective | {"task": self.task}
         if epoch < self.recipe.warm_start:  # as an independent ensemble
             objective |= {"overlap": self.recipe.members, "labels": "exact"}
         step = Step(

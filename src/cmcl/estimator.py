@@ -1,0 +1,216 @@
+"""`CMCLClassifier`: an ensemble as a scikit-learn estimator, for pipelines, cross-validation and grid search.
+
+N examples, M members, C classes.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.class_weight import compute_class_weight
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from .engine import Options, fit
+from .engine.setup import find_device
+from .ensemble import Ensemble, Prediction
+from .networks.base import chain
+from .objectives import TaskLoss
+from .recipe import Recipe
+
+Array = npt.NDArray[Any]
+
+
+class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+    """M networks that specialise and are unsure where they know nothing (confident multiple choice learning).
+
+    X are vectors (N, features) or images (N, channels, height, width). Raw images (uint8) are standardised;
+    other values are taken as they are, so put a StandardScaler before it. On a CPU the networks compute in
+    the precision of X; float32 is faster.
+
+    Args:
+        network: a function that builds one member, as for `Ensemble`, with an output for each class. None:
+            one hidden layer for vectors, two convolutions for images; their place to share is "relu".
+        members: M, how many.
+        method: "cmcl", "mcl" (nobody is asked to be silent) or "ie" (everybody learns everything).
+        overlap: K, how many members learn each example.
+        beta: weight of silence.
+        labels: "exact", or "sampled" for stochastic labels.
+        share_after: submodule after which the members share features.
+        hidden: width of the default network.
+        epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
+        class_weight: of what specialists learn: {class: weight}, or "balanced".
+        warm_start: go on from the weights of the last `fit`.
+        random_state: a seed makes `fit` give the same again.
+        device: "auto" takes a GPU if there is one.
+        verbose: show progress.
+
+    Attributes:
+        classes_: the classes, sorted.
+        ensemble_: the trained `Ensemble`.
+        win_rates_: (M,) the share of examples that each member learned in the last epoch; together K.
+        win_rates_by_class_: (M, C) the same for the examples of each class: who specialises in what.
+    """
+
+    def __init__(
+        self,
+        network: Callable[[], nn.Module] | None = None,
+        *,
+        members: int = 5,
+        method: str = "cmcl",
+        overlap: int = 3,
+        beta: float = 0.75,
+        labels: str = "exact",
+        share_after: str | None = None,
+        hidden: int = 64,
+        epochs: float = 50,
+        batch_size: int = 64,
+        optimizer: str = "adam",
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+        class_weight: Mapping[Any, float] | str | None = None,
+        warm_start: bool = False,
+        random_state: int | np.random.RandomState | None = None,
+        device: str = "auto",
+        verbose: bool = False,
+    ) -> None:
+        self.network = network
+        self.members = members
+        self.method = method
+        self.overlap = overlap
+        self.beta = beta
+        self.labels = labels
+        self.share_after = share_after
+        self.hidden = hidden
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.optimizer = optimizer
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.class_weight = class_weight
+        self.warm_start = warm_start
+        self.random_state = random_state
+        self.device = device
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Train on examples X (N, ...) with labels y (N,), which may be text."""
+        goes_on = self.warm_start and hasattr(self, "ensemble_")
+        X, y = validate_data(self, X, y, allow_nd=True, reset=not goes_on)
+        check_classification_targets(y)
+        classes, targets = np.unique(y, return_inverse=True)
+        if len(classes) < 2:
+            raise ValueError(f"y must hold at least 2 classes. Got 1 class, {classes[0]!r}.")
+        if goes_on:
+            self._check_same(X, classes)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        if not goes_on:
+            self.classes_, self.shape_ = classes, X.shape[1:]
+            self.ensemble_ = self._build(seed).to(_precision(X, self.device))
+        result = fit(
+            self.ensemble_,
+            (self._tensor(X), torch.tensor(targets)),
+            recipe=self._recipe(),
+            seed=seed,
+            task=self._task(y),
+            options=Options(device=self.device, quiet=not self.verbose),
+        )
+        self.win_rates_ = np.array(result.rows[-1]["win_rates"])
+        self.win_rates_by_class_ = np.array(result.rows[-1]["win_rates_by_class"])
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """The class of each example (N,), by the mean of the members' probabilities."""
+        return self._classes(self._answer(X).probs)
+
+    def predict_proba(self, X: Any) -> Array:
+        """Probabilities (N, C), the mean over members."""
+        return self._answer(X).probs.numpy()
+
+    def predict_members(self, X: Any) -> Array:
+        """The class that each member would say, (M, N)."""
+        return self._classes(self._answer(X).member_probs)
+
+    def predict_members_proba(self, X: Any) -> Array:
+        """Each member's probabilities, (M, N, C)."""
+        return self._answer(X).member_probs.numpy()
+
+    def _recipe(self) -> Recipe:
+        names = ("members", "method", "overlap", "beta", "labels", "epochs", "batch_size", "optimizer", "lr")
+        settings = {name: getattr(self, name) for name in (*names, "weight_decay")}
+        return Recipe(**settings, sharing=self.share_after is not None)
+
+    def _build(self, seed: int) -> Ensemble:
+        network = self.network or partial(_network, self.shape_, len(self.classes_), self.hidden)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Ensemble(network, self.members, share_after=self.share_after)
+
+    def _task(self, y: Array) -> TaskLoss | None:
+        if self.class_weight is None:
+            return None
+        weights = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
+        like = next(self.ensemble_.parameters())
+        on_device = torch.tensor(weights, dtype=like.dtype, device=find_device(self.device))
+        return partial(F.cross_entropy, weight=on_device, reduction="none")
+
+    def _answer(self, X: Any) -> Prediction:
+        check_is_fitted(self)
+        X = validate_data(self, X, allow_nd=True, reset=False)
+        self._check_shape(X)
+        return self.ensemble_.predict(self._tensor(X), batch_size=1000)
+
+    def _tensor(self, X: Array) -> Tensor:
+        """A copy for torch: raw images stay raw."""
+        raw = X.dtype == np.uint8 and X.ndim == 4
+        return torch.tensor(X) if raw else torch.tensor(X, dtype=next(self.ensemble_.parameters()).dtype)
+
+    def _classes(self, probs: Tensor) -> Array:
+        found: Array = self.classes_[probs.argmax(-1).numpy()]
+        return found
+
+    def _check_same(self, X: Array, classes: Array) -> None:
+        self._check_shape(X)
+        if not np.array_equal(classes, self.classes_):
+            raise ValueError(
+                f"y must hold the classes of the last fit with warm_start=True, {self.classes_.tolist()}. "
+                f"Got {classes.tolist()}."
+            )
+
+    def _check_shape(self, X: Array) -> None:
+        if X.shape[1:] != self.shape_:
+            raise ValueError(f"X must have shape (N, {', '.join(map(str, self.shape_))}). Got {X.shape}.")
+
+
+def _precision(X: Array, device: str) -> torch.dtype:
+    """Double for double: then a prediction does not depend on the others in its batch to the last digit."""
+    on_cpu = find_device(device).type == "cpu"
+    return torch.float64 if on_cpu and X.dtype == np.float64 else torch.float32
+
+
+def _network(shape: tuple[int, ...], classes: int, hidden: int) -> nn.Module:
+    """The default member for vectors or images."""
+    if len(shape) == 1:
+        return chain(hidden=nn.Linear(shape[0], hidden), relu=nn.ReLU(), classify=nn.Linear(hidden, classes))
+    if len(shape) == 3:
+        return chain(
+            conv1=nn.Conv2d(shape[0], hidden // 2, 3, padding=1),
+            relu=nn.ReLU(),
+            pool=nn.MaxPool2d(2, ceil_mode=True),
+            conv2=nn.Conv2d(hidden // 2, hidden, 3, padding=1),
+            relu2=nn.ReLU(),
+            average=nn.AdaptiveAvgPool2d(2),
+            flatten=nn.Flatten(),
+            classify=nn.Linear(4 * hidden, classes),
+        )
+    raise ValueError(
+        f"X must be vectors (N, features) or images (N, channels, height, width). Got (N, "
+        f"{', '.join(map(str, shape))}); pass network= for other shapes."
+    )

@@ -1,0 +1,183 @@
+"""Where in a network features can be shared: its submodules in the order they run, and one suggestion."""
+
+from collections.abc import Callable
+from itertools import count
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules import activation, pooling
+
+from . import checks
+from .modes import keep_modes
+from .split import offers_halves, split
+from .tracing import CannotCutError, Cut, cut_nodes, every_cut, trace
+
+_CONV = nn.modules.conv._ConvNd
+_POOL = tuple(getattr(pooling, name) for name in pooling.__all__ if "Unpool" not in name)
+_DROP = (nn.modules.dropout._DropoutNd, nn.Identity)
+_ACTIVATIONS = tuple(getattr(activation, name) for name in activation.__all__)
+
+
+class Place(NamedTuple):
+    """A submodule after which features may be shared: `Ensemble(..., share_after=place.name)`."""
+
+    name: str
+    kind: str  # class of the submodule
+    shape: tuple[int, ...] | None  # of its output, without the batch; None if that is not one tensor
+    problem: str | None = None  # why features cannot be shared there; None: they can
+    crossed: bool = False  # other features pass by it, such as a skip connection; they would stay unmixed
+    suggested: bool = False
+
+
+class Call(NamedTuple):
+    """A submodule that ran."""
+
+    name: str
+    module: nn.Module
+    began: int
+    ended: int
+    x: Any  # its first argument
+    output: Any
+
+
+def find_places(network: nn.Module, x: Tensor) -> list[Place]:
+    """The submodules of `network` in the order they finish: can features be shared there, and if not, why?
+
+    One place is suggested. Where the network itself offers `stem` and `trunk`, that is "stem". Otherwise it
+    is the last one before features first get smaller, by pooling or a stride (the paper shares just before
+    the first pooling); averages over all positions do not count. Where they never get smaller, it is the
+    first one that holds an activation, or else the first. Places that other features pass by are not
+    suggested, and no dropout: what it drops would come back from the other members.
+
+    Args:
+        network: one member. It runs once, in eval mode.
+        x: an input (B, ...).
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"network must be a torch.nn.Module. Got {checks.kind(network)}.")
+    calls = _run(network, checks.inputs(x))
+    times = {call.name: sum(other.name == call.name for other in calls) for call in calls}
+    with keep_modes(network):
+        network.eval()
+        cuts = _cuts(network)
+        places = {call.name: _place(network, call, times[call.name], cuts) for call in calls}
+        if offers_halves(network, "stem"):
+            own = _own_place(network, x)
+            return [own, *(place for place in places.values() if place.name != own.name)]
+    chosen = _suggestion(calls, [place.name for place in places.values() if _is_eligible(place, network)])
+    return [place._replace(suggested=place.name == chosen) for place in places.values()]
+
+
+def _run(network: nn.Module, x: Tensor) -> list[Call]:
+    """The calls of all submodules in one forward pass, ordered by their end."""
+    calls: list[Call] = []
+    began: dict[str, int] = {}
+    clock = count()
+
+    def begin(name: str) -> Callable[..., None]:
+        return lambda module, inputs: began.update({name: next(clock)})
+
+    def end(name: str) -> Callable[..., None]:
+        return lambda module, inputs, output: calls.append(
+            Call(name, module, began[name], next(clock), inputs[0] if inputs else None, output)
+        )
+
+    named = [(name, module) for name, module in network.named_modules() if name]
+    hooks = [module.register_forward_pre_hook(begin(name)) for name, module in named]
+    hooks += [module.register_forward_hook(end(name)) for name, module in named]
+    try:
+        with torch.no_grad(), keep_modes(network):
+            network.eval()(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _cuts(network: nn.Module) -> dict[str, Cut]:
+    """Most cuts by one trace; those that it cannot find are traced one by one."""
+    try:
+        return every_cut(network)
+    except CannotCutError:
+        return {}
+
+
+def _place(network: nn.Module, call: Call, times: int, cuts: dict[str, Cut]) -> Place:
+    shape = tuple(call.output.shape[1:]) if isinstance(call.output, Tensor) else None
+    place = Place(call.name, type(call.module).__name__, shape)
+    if times > 1:
+        return place._replace(problem=f"it is called {times} times")
+    if shape is None:
+        return place._replace(problem=f"its output is a {type(call.output).__name__}, not one tensor")
+    if not call.output.is_floating_point():
+        return place._replace(problem=f"its output is {call.output.dtype}, not floating-point")
+    try:
+        cut = cuts.get(call.name) or cut_nodes(network, trace(network, [call.name]), call.name)
+    except CannotCutError as error:
+        return place._replace(problem=error.reason)
+    if all(node.op == "output" for node in cut.after):
+        return place._replace(problem="it is the network's output")
+    return place._replace(crossed=_is_crossed(cut))
+
+
+def _is_crossed(cut: Cut) -> bool:
+    """Do other features pass by? Sizes, and what is computed from the input alone (a mask), are none."""
+    features: set[fx.Node] = set()
+    for node in cut.before:
+        computed = node.op == "call_module" or not features.isdisjoint(node.all_input_nodes)
+        if computed and not _is_size(node):
+            features.add(node)
+    later = set(cut.after)
+    read = [user for node in features.intersection(cut.carried) for user in node.users if user in later]
+    return not all(map(_is_size, read))
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Does the node compute a size, a number of dimensions or the like, rather than a tensor?"""
+    if node.op == "call_method" and node.target in ("size", "dim", "numel"):
+        return True
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "dtype", "device")
+    inputs = node.all_input_nodes
+    return node.op == "call_function" and bool(inputs) and all(map(_is_size, inputs))
+
+
+def _own_place(network: nn.Module, x: Tensor) -> Place:
+    """Where a network that offers `stem` and `trunk` is cut."""
+    with torch.no_grad():
+        h, rest = split(network, "stem").stem(network, x)
+    kind = type(getattr(network, "stem")).__name__  # noqa: B009  a submodule or a method
+    return Place("stem", kind, tuple(h.shape[1:]), crossed=bool(rest), suggested=True)
+
+
+def _is_eligible(place: Place, network: nn.Module) -> bool:
+    return (
+        place.problem is None
+        and not place.crossed
+        and not isinstance(network.get_submodule(place.name), _DROP)
+    )
+
+
+def _suggestion(calls: list[Call], eligible: list[str]) -> str | None:
+    """The name of the place to share at; the rule is told in `find_places`."""
+    sound = [call for call in calls if call.name in eligible]
+    for call in sorted(calls, key=lambda call: call.began):
+        before = [other for other in sound if other.ended < call.began]
+        if before and _gets_smaller(before[-1].output, call):
+            return before[-1].name
+    active = [call for call in sound if any(isinstance(m, _ACTIVATIONS) for m in call.module.modules())]
+    first = next(iter(active or sound), None)
+    return first and first.name
+
+
+def _gets_smaller(features: Tensor, call: Call) -> bool:
+    """Does `call`, or what was computed since `features`, take them to fewer positions, though not to one?"""
+    if not isinstance(call.module, (_CONV, *_POOL)) or not isinstance(call.output, Tensor):
+        return False
+    known, came, went = (prod(t.shape[2:]) for t in (features, call.x, call.output))
+    if features.ndim == call.x.ndim and 1 < came < known:  # a function did it, such as F.max_pool2d
+        return True
+    strided = not isinstance(call.module, _CONV) or max(call.module.stride) > 1
+    return strided and 1 < went < came

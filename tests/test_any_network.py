@@ -1,0 +1,270 @@
+"""Networks of every kind are members: cut anywhere, trained, saved, shared or not; odd outputs by output=."""
+
+import copy
+import pickle
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cmcl
+from cmcl import Ensemble
+from cmcl.split import split
+from lookalikes import KINDS, TutorialCNN, images, mlp, vectors
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    network, inputs, place, _ = KINDS[request.param]
+    torch.manual_seed(0)
+    return network, inputs(), place
+
+
+def test_the_halves_are_the_network(kind):
+    network, x, place = kind
+    net = network()
+    halves = split(net, place)
+    for mode in (False, True):
+        net.train(mode)
+        torch.manual_seed(1)
+        together = halves.trunk(net, *halves.stem(net, x))
+        torch.manual_seed(1)
+        torch.testing.assert_close(together, net(x))
+
+
+def test_what_is_not_passed_on_leaves_each_member_alone(kind):
+    network, x, place = kind
+    ensemble = Ensemble(network, 2, share_after=place).eval()
+    alone = torch.stack([member(x) for member in ensemble.members])
+    ensemble.share_at_test = "off"
+    torch.testing.assert_close(ensemble(x), alone)
+    ensemble.share_at_test = "expected"
+    assert not torch.allclose(ensemble(x), alone), "the members' features meet"
+
+
+def test_training_reaches_all_stems_and_trunks(kind):
+    network, x, place = kind
+    ensemble = Ensemble(network, 2, share_after=place)
+    logits = ensemble(x)
+    targets = torch.randint(4, (len(x), *logits.shape[3:]))
+    cmcl.confident_oracle_loss(logits, targets).total.backward()
+    learned = [p for name, p in ensemble.named_parameters() if not name.endswith("in_proj_bias")]
+    assert all(p.grad is not None for p in learned)
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_the_engine_trains_and_a_folder_keeps_it(kind, sharing, tmp_path):
+    network, x, place = kind
+    ensemble = Ensemble(network, 2, share_after=place if sharing else None)
+    dense = ensemble(x).shape[3:]
+    before = copy.deepcopy(ensemble.state_dict())
+    recipe = cmcl.Recipe(members=2, sharing=sharing, steps=2, batch_size=3, optimizer="adam", lr=0.01)
+    cmcl.fit(
+        ensemble,
+        (x, torch.randint(4, (3, *dense))),
+        recipe=recipe,
+        options=cmcl.Options(quiet=True, device="cpu"),
+    )
+    assert any(not value.equal(before[key]) for key, value in ensemble.state_dict().items())
+    ensemble.save(tmp_path)
+    loaded = cmcl.load(tmp_path, network=network)
+    torch.testing.assert_close(loaded.predict(x).probs, ensemble.predict(x).probs)
+
+
+class Wraps(nn.Module):
+    """Answers as a tuple, a dict or an object, as other people's networks do."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.net, self.wrap = mlp(), wrap
+
+    def forward(self, x):
+        return self.wrap(self.net(x))
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+
+
+def as_dict(logits):
+    return {"logits": logits, "loss": None}
+
+
+def from_dict(out):
+    return out["logits"]
+
+
+OUTPUTS = {
+    "dict": (
+        as_dict,
+        from_dict,
+        r"Got dict with 'logits', 'loss' from member 0.*lambda out: out\['logits'\]",
+    ),
+    "tuple": (lambda z: (z, z + 1), lambda out: out[0], r"Got tuple from member 0.*lambda out: out\[0\]"),
+    "object": (Answer, lambda out: out.logits, r"Got Answer from member 0.*lambda out: out.logits"),
+}
+
+
+@pytest.mark.parametrize("share_after", [None, "net.1"])
+@pytest.mark.parametrize("form", OUTPUTS)
+class TestOutput:
+    def test_logits_are_picked_everywhere(self, form, share_after):
+        wrap, output, _ = OUTPUTS[form]
+        ensemble = Ensemble(lambda: Wraps(wrap), 2, share_after=share_after, output=output)
+        x, y = vectors(8), torch.randint(4, (8,))
+        assert ensemble(x).shape == (2, 8, 4)
+        assert ensemble.predict(x, batch_size=3).probs.shape == (8, 4)
+        recipe = cmcl.Recipe(members=2, steps=2, lr=0.01)
+        result = cmcl.fit(
+            ensemble, (x, y), recipe=recipe, test=(x, y), options=cmcl.Options(quiet=True, device="cpu")
+        )
+        assert 0 <= result.scores[0]["top1"] <= 100
+
+    def test_without_it_the_error_shows_the_way(self, form, share_after):
+        wrap, _, message = OUTPUTS[form]
+        with pytest.raises(TypeError, match=message):
+            Ensemble(lambda: Wraps(wrap), 2, share_after=share_after)(vectors())
+
+
+def test_output_is_the_same_as_a_network_that_returns_logits():
+    torch.manual_seed(0)
+    nets = [Wraps(as_dict), Wraps(as_dict)]
+    plain = Ensemble([net.net for net in nets], share_after="1").eval()
+    wrapped = Ensemble(nets, share_after="net.1", output=from_dict).eval()
+    x = vectors()
+    assert wrapped(x).equal(plain(x))
+
+
+class Auxiliary(Wraps):
+    """Answers twice in training only, as networks with auxiliary heads do."""
+
+    def forward(self, x):
+        z = self.net(x)
+        return (z, 2 * z) if self.training else z
+
+
+@pytest.mark.parametrize("share_after", [None, "net.1"])
+def test_an_output_that_depends_on_the_mode(share_after):
+    ensemble = Ensemble(
+        lambda: Auxiliary(None),
+        2,
+        share_after=share_after,
+        output=lambda out: out[0] if isinstance(out, tuple) else out,
+    )
+    x = vectors()
+    assert ensemble.train()(x).shape == ensemble.eval()(x).shape == (2, 3, 4)
+
+
+def test_an_output_that_is_no_logits():
+    ensemble = Ensemble(lambda: Wraps(as_dict), 2, output=lambda out: out["loss"])
+    with pytest.raises(TypeError, match="tensor of logits .* Got NoneType from member 0"):
+        ensemble(vectors())
+
+
+def test_a_function_is_not_saved_but_asked_for(tmp_path):
+    ensemble = Ensemble(lambda: Wraps(as_dict), 2, output=from_dict)
+    ensemble.save(tmp_path)
+
+    def build():
+        return Wraps(as_dict)
+
+    with pytest.raises(
+        ValueError, match=r"saved with output=from_dict, a function, which is not saved. Pass output="
+    ):
+        cmcl.load(tmp_path, network=build)
+    x = vectors()
+    loaded = cmcl.load(tmp_path, network=build, output=lambda out: out["logits"])
+    assert loaded.predict(x).probs.equal(ensemble.predict(x).probs)
+
+
+def test_ensembles_with_an_output_copy_and_pickle():
+    ensemble = Ensemble(lambda: Wraps(as_dict), 2, share_after="net.1", output=from_dict).eval()
+    x = vectors()
+    for clone in (copy.deepcopy(ensemble), pickle.loads(pickle.dumps(ensemble))):  # noqa: S301
+        assert clone(x).equal(ensemble(x))
+
+
+def test_what_people_ship_is_compiled_too():
+    """The traced halves are plain functions: torch.export takes the whole ensemble."""
+    ensemble = Ensemble(TutorialCNN, 2, share_after="conv2").eval()
+    x = images(2)
+    exported = torch.export.export(ensemble, (x,))
+    torch.testing.assert_close(exported.module()(x), ensemble(x))
+
+
+class TestALossOfOnesOwn:
+    """`task=` of `cmcl.fit`."""
+
+    def weights_after(self, task, lr, **changes):
+        torch.manual_seed(0)
+        ensemble, x, y = Ensemble(mlp, 2), vectors(8), torch.randint(4, (8,))
+        recipe = cmcl.Recipe(
+            **{"members": 2, "method": "ie", "steps": 1, "momentum": 0.0, "lr": lr} | changes
+        )
+        cmcl.fit(ensemble, (x, y), recipe=recipe, task=task, options=cmcl.Options(quiet=True, device="cpu"))
+        return nn.utils.parameters_to_vector(ensemble.parameters()).detach()
+
+    def test_cross_entropy_is_the_default(self):
+        task = partial(F.cross_entropy, reduction="none")
+        for method in ("ie", "cmcl"):
+            changes = {"method": method, "steps": 3, "warm_start": 1}
+            assert self.weights_after(task, 0.1, **changes).equal(self.weights_after(None, 0.1, **changes))
+
+    def test_twice_the_loss_is_twice_the_step(self):
+        def doubled(logits, targets):
+            return 2 * F.cross_entropy(logits, targets, reduction="none")
+
+        start, plain = self.weights_after(None, 1e-12), self.weights_after(None, 0.2)
+        assert not plain.allclose(start)
+        torch.testing.assert_close(self.weights_after(doubled, 0.1), plain)
+
+    def test_it_must_not_be_reduced(self):
+        with pytest.raises(ValueError, match='pass reduction="none" to the loss'):
+            self.weights_after(F.cross_entropy, 0.1)
+
+
+REAL = {  # name -> (place, side of the image)
+    "resnet18": ("layer1", 64),
+    "efficientnet_b0": ("features.2", 64),
+    "convnext_tiny": ("features.1", 64),
+    "vit_b_32": ("encoder.layers.encoder_layer_0", 224),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_torchvision(name):
+    models = pytest.importorskip("torchvision.models")
+    place, side = REAL[name]
+    check_real(lambda: getattr(models, name)(num_classes=4), place, side)
+
+
+REAL_TIMM = {
+    "resnet18": ("layer1", 64),
+    "efficientnet_b0": ("blocks.0", 64),
+    "convnext_atto": ("stages.0", 64),
+    "vit_tiny_patch16_224": ("blocks.0", 224),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL_TIMM)
+def test_timm(name):
+    timm = pytest.importorskip("timm")
+    place, side = REAL_TIMM[name]
+    check_real(lambda: timm.create_model(name, num_classes=4), place, side)
+
+
+def check_real(build, place, side):
+    """Cut where named, the members alone are themselves, and a suggestion is found."""
+    x = torch.randn(2, 3, side, side)
+    ensemble = Ensemble(build, 2, share_after=place, share_at_test="off").eval()
+    with torch.no_grad():
+        alone = torch.stack([member(x) for member in ensemble.members])
+        torch.testing.assert_close(ensemble(x), alone)
+    cmcl.confident_oracle_loss(ensemble.train()(x), torch.tensor([0, 1])).total.backward()
+    assert any(found.suggested for found in cmcl.find_places(ensemble.members[0], x))

@@ -1,0 +1,287 @@
+"""The scikit-learn estimator keeps scikit-learn's contract, and is the ensemble it says it is."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_digits, load_iris, make_blobs
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+from torch import nn
+
+import cmcl
+from cmcl import CMCLClassifier
+
+NEEDS_MORE = {"check_array_api_input", "check_classifier_data_not_an_array"}  # SciPy's switch, pandas
+
+
+def run_checks(estimator):
+    """Every check of scikit-learn passes; the only ones that may be skipped need what is not installed."""
+    results = check_estimator(estimator, on_fail=None, on_skip=None)
+    bad = {r["check_name"]: r["exception"] for r in results if r["status"] not in ("passed", "skipped")}
+    assert not bad
+    assert {r["check_name"] for r in results if r["status"] == "skipped"} <= NEEDS_MORE
+    assert len(results) > 40
+
+
+QUICK = dict(members=2, overlap=1, hidden=16, epochs=15, lr=0.1, batch_size=300)
+
+
+def test_check_estimator_in_small():
+    run_checks(CMCLClassifier(**QUICK))
+
+
+@pytest.mark.slow
+def test_check_estimator():
+    run_checks(CMCLClassifier())
+
+
+@pytest.mark.slow
+def test_check_estimator_sharing():
+    run_checks(CMCLClassifier(**QUICK, share_after="relu"))
+
+
+@pytest.fixture(scope="module")
+def iris():
+    X, y = load_iris(return_X_y=True)
+    return StandardScaler().fit_transform(X).astype(np.float32), y
+
+
+def small(**changes):
+    return CMCLClassifier(
+        **{"members": 3, "overlap": 2, "epochs": 10, "lr": 0.03, "random_state": 0} | changes
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted(iris):
+    return small().fit(*iris)
+
+
+def test_shapes_and_meaning(fitted, iris):
+    X, y = iris
+    probs, members = fitted.predict_proba(X), fitted.predict_members_proba(X)
+    assert probs.shape == (150, 3)
+    assert members.shape == (3, 150, 3)
+    np.testing.assert_allclose(members.mean(0), probs, rtol=1e-5)
+    np.testing.assert_array_equal(fitted.predict(X), probs.argmax(1))
+    np.testing.assert_array_equal(fitted.predict_members(X), members.argmax(2))
+    assert fitted.score(X, y) > 0.9
+
+
+def test_win_rates(fitted):
+    assert fitted.win_rates_.shape == (3,)
+    assert fitted.win_rates_.sum() == pytest.approx(2), "each example is learned by K = 2 members"
+    np.testing.assert_allclose(fitted.win_rates_by_class_.sum(0), [2, 2, 2])
+
+
+def test_it_is_what_fit_and_recipe_make(iris):
+    """The same weights as by hand."""
+    X, y = iris
+    ours = small(share_after="relu", beta=0.5, labels="sampled").fit(X, y)
+    seed = int(np.random.RandomState(0).randint(2**31 - 1))
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)) for _ in range(3)]
+    byhand = cmcl.Ensemble(layers, share_after="1")
+    recipe = cmcl.Recipe(
+        members=3, overlap=2, beta=0.5, labels="sampled", sharing=True,
+        epochs=10, batch_size=64, optimizer="adam", lr=0.03,
+    )  # fmt: skip
+    cmcl.fit(
+        byhand,
+        (torch.tensor(X), torch.tensor(y)),
+        recipe=recipe,
+        seed=seed,
+        options=cmcl.Options(quiet=True, device="cpu"),
+    )
+    np.testing.assert_array_equal(ours.predict_proba(X), byhand.predict(torch.tensor(X)).probs.numpy())
+
+
+def test_the_same_seed_gives_the_same(iris):
+    X, y = iris
+    state = torch.get_rng_state()
+    a, b, c = (small(random_state=s, epochs=2).fit(X, y).predict_proba(X) for s in (0, 0, 1))
+    np.testing.assert_array_equal(a, b)
+    assert not np.allclose(a, c)
+    assert torch.get_rng_state().equal(state), "the user's own random numbers are not touched"
+
+
+def test_text_for_classes(iris):
+    X, y = iris
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    named, numbered = small().fit(X, names), small().fit(X, y)
+    np.testing.assert_array_equal(
+        named.predict(X), np.array(["setosa", "versicolor", "virginica"])[numbered.predict(X)]
+    )
+    assert set(named.predict_members(X).ravel()) <= set(names)
+
+
+def test_precision_follows_x(iris):
+    X, y = iris
+    assert small(epochs=1).fit(X, y).predict_proba(X).dtype == np.float32
+    assert small(epochs=1).fit(X.astype(np.float64), y).predict_proba(X).dtype == np.float64
+    assert small(epochs=1).fit((X * 10).astype(int), y).predict_proba(X).dtype == np.float32
+
+
+def test_copies(fitted, iris):
+    X, _ = iris
+    again = pickle.loads(pickle.dumps(fitted))  # noqa: S301
+    np.testing.assert_array_equal(again.predict_proba(X), fitted.predict_proba(X))
+    fresh = clone(fitted)
+    assert fresh.get_params() == fitted.get_params()
+    assert not hasattr(fresh, "ensemble_")
+
+
+def test_a_shared_one_pickles(iris):
+    X, y = iris
+    model = small(share_after="relu", epochs=1).fit(X, y)
+    again = pickle.loads(pickle.dumps(model))  # noqa: S301
+    np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
+
+
+def test_pipeline_and_cross_validation():
+    X, y = load_iris(return_X_y=True)
+    scores = cross_val_score(make_pipeline(StandardScaler(), small()), X, y, cv=3)
+    assert scores.mean() > 0.85
+
+
+def test_grid_search_over_beta_and_overlap(iris):
+    X, y = iris
+    search = GridSearchCV(
+        small(epochs=3), {"beta": [0.0, 0.75], "overlap": [1, 3]}, cv=2, error_score="raise"
+    ).fit(X, y)
+    assert len(search.cv_results_["params"]) == 4
+    assert search.best_estimator_.overlap in (1, 3)
+
+
+def test_methods_differ(iris):
+    X, y = iris
+    silence = {
+        m: small(method=m, overlap=1, epochs=30).fit(X, y).predict_members_proba(X)
+        for m in ("mcl", "cmcl", "ie")
+    }
+    entropy = {m: cmcl.metrics.entropy(torch.tensor(p)).mean().item() for m, p in silence.items()}
+    assert entropy["cmcl"] > entropy["ie"], "those who know nothing stay silent"
+
+
+def test_warm_start_goes_on(iris):
+    X, y = iris
+    once = small(epochs=5).fit(X, y)
+    first = once.predict_proba(X)
+    twice = small(epochs=5, warm_start=True).fit(X, y)
+    np.testing.assert_array_equal(twice.predict_proba(X), first)
+    ensemble = twice.ensemble_
+    twice.fit(X, y)
+    assert twice.ensemble_ is ensemble
+    assert cross_entropy(twice, X, y) < cross_entropy(once, X, y)
+    np.testing.assert_array_equal(once.fit(X, y).predict_proba(X), first, "without it, fit starts anew")
+    with pytest.raises(
+        ValueError, match=r"classes of the last fit with warm_start=True, \[0, 1, 2\]. Got \[0, 1\]"
+    ):
+        twice.fit(X[:100], y[:100])
+
+
+def cross_entropy(model, X, y):
+    return -np.log(model.predict_proba(X)[np.arange(len(y)), y]).mean()
+
+
+class TestClassWeight:
+    @pytest.fixture
+    def overlapping(self):
+        """90 of class 0 and 10 of class 1, on top of each other."""
+        X, _ = make_blobs(100, centers=1, random_state=0)
+        return X.astype(np.float32), np.array([0] * 90 + [1] * 10)
+
+    def test_balanced_finds_the_rare_class(self, overlapping):
+        X, y = overlapping
+        for method, rise in {"ie": 0.3, "cmcl": 0.05}.items():  # where members specialise, fewer learn it
+            plain = small(method=method, epochs=30).fit(X, y).predict_proba(X)[:, 1].mean()
+            balanced = small(method=method, epochs=30, class_weight="balanced").fit(X, y)
+            assert balanced.predict_proba(X)[:, 1].mean() > plain + rise, method
+
+    def test_a_dict_is_the_weight_it_says(self, overlapping):
+        X, y = overlapping
+        by_name, by_hand = (small(class_weight=w).fit(X, y) for w in ("balanced", {0: 100 / 180, 1: 5.0}))
+        np.testing.assert_allclose(by_name.predict_proba(X), by_hand.predict_proba(X), rtol=1e-5)
+        equal = small(class_weight={0: 1.0, 1: 1.0}).fit(X, y)
+        np.testing.assert_allclose(
+            equal.predict_proba(X), small().fit(X, y).predict_proba(X), rtol=1e-4, atol=1e-5
+        )
+
+    def test_nonsense(self, overlapping):
+        with pytest.raises(ValueError, match="class_weight"):
+            small(class_weight="unfair").fit(*overlapping)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    X, y = load_digits(return_X_y=True)
+    return X.reshape(-1, 1, 8, 8)[:300], y[:300]
+
+
+class TestImages:
+    def test_floats(self, digits):
+        X, y = digits
+        model = small(members=2, overlap=1, hidden=16, epochs=8, share_after="relu").fit(
+            (X / 16).astype(np.float32), y
+        )
+        assert model.predict_proba((X[:5] / 16).astype(np.float32)).shape == (5, 10)
+        assert model.score((X / 16).astype(np.float32), y) > 0.5
+
+    def test_raw_ones_are_standardised(self, digits):
+        X, y = digits
+        raw = (X * 15).astype(np.uint8)
+        model = small(members=2, hidden=8, epochs=1).fit(raw, y)
+        assert model.ensemble_.transform is not None
+        standardised = model.ensemble_.transform.transform(torch.tensor(raw)).numpy()
+        np.testing.assert_allclose(model.predict_proba(raw), model.predict_proba(standardised), rtol=1e-4)
+
+    def test_another_size(self, digits):
+        X, y = digits
+        model = small(members=2, hidden=8, epochs=1).fit(X, y)
+        with pytest.raises(ValueError, match=r"X must have shape \(N, 1, 8, 8\). Got \(2, 1, 8, 9\)"):
+            model.predict(np.zeros((2, 1, 8, 9)))
+
+    def test_other_shapes_need_a_network(self, digits):
+        X, y = digits
+        with pytest.raises(ValueError, match=r"Got \(N, 8, 8\); pass network= for other shapes"):
+            small().fit(X[:, 0], y)
+
+
+def own_network():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def test_a_network_of_ones_own(iris):
+    X, y = iris
+    model = small(network=own_network, share_after="1", epochs=20).fit(X, y)
+    assert isinstance(model.ensemble_.members[0][1], nn.Tanh)
+    assert model.score(X, y) > 0.8
+    assert pickle.loads(pickle.dumps(model)).network is own_network  # noqa: S301
+
+
+WRONG = {
+    "one class": (dict(), np.zeros(150), "y must hold at least 2 classes. Got 1 class, "),
+    "overlap": (dict(overlap=7), None, "overlap must be between 1 and 3. Got 7"),
+    "method": (dict(method="bagging"), None, "method must be one of"),
+    "numbers for classes": (dict(), np.linspace(0, 1, 150), "Unknown label type: continuous"),
+    "too few outputs": (dict(network=lambda: nn.Linear(4, 2)), None, "targets must be between 0 and 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_mistakes(iris, case):
+    changes, y, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        small(**changes).fit(iris[0], iris[1] if y is None else y)
+
+
+def test_progress(iris, capsys):
+    small(epochs=2).fit(*iris)
+    assert capsys.readouterr().err == ""
+    small(epochs=2, verbose=True).fit(*iris)
+    assert "epoch 2/2" in capsys.readouterr().err

@@ -1,0 +1,239 @@
+"""Where features can be shared: every place that is offered really cuts, and every refusal says why."""
+
+import json
+import sys
+from itertools import chain
+
+import pytest
+import torch
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from typer.testing import CliRunner
+
+import cmcl
+from cmcl import Ensemble, find_places
+from cmcl.cli.places import places as places_command
+from cmcl.split import split
+from lookalikes import KINDS, ResNet, UNet, images, mlp, vectors
+
+
+def suggested(places):
+    (place,) = [place for place in places if place.suggested]
+    return place
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_suggestion(name):
+    network, inputs, _, expected = KINDS[name]
+    place = suggested(find_places(network(), inputs()))
+    assert place.name == expected
+    assert place.problem is None
+    assert not place.crossed
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_place_offered_can_be_cut_and_the_others_cannot(name):
+    network, inputs, *_ = KINDS[name]
+    net, x = network().eval(), inputs()
+    for place in find_places(net, x):
+        if place.problem is None:
+            halves = split(net, place.name)
+            h, rest = halves.stem(net, x)
+            assert tuple(h.shape[1:]) == place.shape
+            tensors = [value for value in rest if isinstance(value, torch.Tensor)]
+            assert place.crossed or all(t is x or not t.is_floating_point() for t in tensors), place
+            torch.testing.assert_close(halves.trunk(net, h, rest), net(x))
+        elif place.problem != "it is the network's output" and place.shape is not None:
+            with pytest.raises(ValueError, match="cannot be cut"):
+                split(net, place.name)
+
+
+def by_name(places):
+    return {place.name: place for place in places}
+
+
+def test_why_not():
+    places = by_name(find_places(ResNet(), images()))
+    assert places["layer1.0.relu"].problem == "it is called 2 times"
+    assert places["fc"].problem == "it is the network's output"
+    assert places["layer1.0.conv1"].crossed
+    assert not places["layer1.0"].crossed
+    assert places["layer2"].shape == (16, 4, 4)
+
+
+def test_skips_pass_by_all_of_a_u_net_but_its_first_level():
+    places = by_name(find_places(UNet(), images()))
+    assert not places["down1"].crossed
+    assert all(places[name].crossed for name in ("pool", "down2", "bottom", "up2", "merge2", "up1"))
+
+
+def test_other_outputs_and_dead_ends():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.log, self.head = nn.GRU(6, 5), nn.Tanh(), nn.Linear(5, 3)
+
+        def forward(self, x):
+            h, state = self.rnn(x)
+            self.log(state)
+            return self.head(h)
+
+    places = by_name(find_places(Odd(), vectors()))
+    assert places["rnn"].problem == "its output is a tuple, not one tensor"
+    assert places["rnn"].shape is None
+    assert places["log"].problem == "nothing after it uses its output"
+    assert not any(place.suggested for place in places.values())
+
+
+def test_what_cannot_be_traced():
+    class Depends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.b(self.a(x) if x.sum() > 0 else -self.a(x))
+
+    for place in find_places(Depends(), vectors()):
+        assert place.problem.startswith("torch.fx cannot trace it")
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet20", "fcn"])
+def test_our_networks_are_cut_where_the_paper_says(name):
+    place = suggested(find_places(cmcl.networks.NETWORKS[name](), images(1)))
+    assert place.name == "stem"
+    assert place.crossed == (name == "fcn")
+
+
+@pytest.mark.parametrize("name", ["vggnet17", "resnet20"])
+def test_the_rule_finds_the_papers_place_by_itself(name):
+    """Without being told of stem and trunk, the rule ends up at the same features."""
+    network = cmcl.networks.NETWORKS[name]()
+    flat = nn.Sequential(*network.stem, *network.trunk)  # the same layers, unnamed
+    assert suggested(find_places(flat, images(1))).name == str(len(network.stem) - 1)
+
+
+class Skipping(nn.Module):
+    """s[i + 1] = relu(layer i of s[i]) + s[skips[i]], where skips[i] is not None; s[0] is the input."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.skips = skips
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in skips)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        states = [x]
+        for layer, skip in zip(self.layers, self.skips, strict=True):
+            h = torch.relu(layer(states[-1]))
+            states.append(h if skip is None else h + states[skip])
+        return self.head(states[-1])
+
+
+@given(st.integers(1, 5).flatmap(lambda n: st.tuples(*(st.none() | st.integers(0, i) for i in range(n)))))
+@settings(max_examples=25, deadline=None)
+def test_any_pattern_of_skips(skips):
+    """A place is crossed if a state that is older, but not the input, is added at its layer or later."""
+    net, x = Skipping(skips).eval(), torch.randn(2, 3)
+    places = by_name(find_places(net, x))
+    for i in range(len(skips)):
+        place = places[f"layers.{i}"]
+        later = [skip for skip in skips[i:] if skip is not None]
+        assert place.problem is None
+        assert place.crossed == any(1 <= skip <= i for skip in later)
+        halves = split(net, place.name)
+        torch.testing.assert_close(halves.trunk(net, *halves.stem(net, x)), net(x))
+
+
+def test_methods_called_stem_and_trunk():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def stem(self, x):
+            return self.a(x).relu()
+
+        def trunk(self, h):
+            return self.b(h)
+
+        def forward(self, x):
+            return self.trunk(self.stem(x))
+
+    place = suggested(find_places(Own(), vectors()))
+    assert place[:4] == ("stem", "method", (5,), None)
+
+
+def test_looking_leaves_the_network_as_it_was():
+    net = ResNet().train()
+    net.bn1.eval()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    find_places(net, images())
+    assert net.training
+    assert not net.bn1.training
+    assert all(value.equal(before[key]) for key, value in net.state_dict().items())
+    assert not any(
+        chain.from_iterable((m._forward_hooks, m._forward_pre_hooks) for m in net.modules() for m in [m])
+    )
+
+
+def test_a_function_is_no_network():
+    with pytest.raises(TypeError, match="network must be a torch.nn.Module. Got function"):
+        find_places(mlp, vectors())
+
+
+@pytest.fixture
+def command():
+    app = typer.Typer()
+    app.command()(places_command)
+    return lambda *words: CliRunner().invoke(app, words)
+
+
+class TestCommand:
+    def test_ours_by_name(self, command):
+        lines = command("resnet20", "--usable").stdout.splitlines()
+        assert lines[0].split() == ["share_after", "kind", "output", "note"]
+        assert lines[1].split() == ["stem", "Sequential", "16", "×", "32", "×", "32", "suggested"]
+
+    def test_json(self, command):
+        found = json.loads(
+            command(
+                "cnn", "--input", "1,16,16", "--option", "channels=1", "--option", "size=16", "--json"
+            ).stdout
+        )
+        assert found[0]["name"] == "stem"
+        assert found[0]["shape"] == [128, 12, 12]
+
+    def test_a_users_own(self, command, tmp_path, monkeypatch):
+        (tmp_path / "mynet.py").write_text(
+            "from torch import nn\ndef build(width=5):\n    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))\nnumber = 3\ndef wrong():\n    return 3\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        monkeypatch.delitem(sys.modules, "mynet", raising=False)
+        out = command("mynet:build", "--input", "4", "--option", "width=7").stdout
+        assert [line.split()[0] for line in out.splitlines() if "suggested" in line] == ["1"]
+        assert " 7 " in out
+        for words, message in {
+            ("mynet:nothing",): "mynet must have the function nothing",
+            ("mynet:number",): "mynet:number must be a function that builds a network. Got int",
+            ("mynet:wrong",): "mynet:wrong must return a torch.nn.Module. Got int",
+            ("mynet:build", "--option", "depth=2"): "takes the options given.*depth",
+            ("noone:build",): "noone must be a Python module that can be imported",
+            ("mynet",): "the network must be one of cnn, .* or MODULE:FUNCTION.* Got 'mynet'",
+            ("mynet:build", "--input", "4,x"): "--input must be sizes of one input.*Got '4,x'",
+        }.items():
+            with pytest.raises((ValueError, TypeError), match=message):
+                raise command(*words).exception
+
+    def test_words(self, command):
+        out = command("lookalikes:Words", "--input", "7", "--tokens", "20").stdout
+        assert [line.split()[0] for line in out.splitlines() if "suggested" in line] == ["blocks.0"]
+
+
+def test_the_suggestion_trains():
+    place = suggested(find_places(ResNet(), images()))
+    ensemble = Ensemble(ResNet, 2, share_after=place.name)
+    cmcl.confident_oracle_loss(ensemble(images()), torch.tensor([0, 1, 2])).total.backward()
