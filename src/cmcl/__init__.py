@@ -26,10 +26,15 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "Options": "engine",
     "fit": "engine",
     "evaluate": "engine",
+    "record": "experiments.own",
     "CMCLClassifier": "estimator",
     "metrics": "",
     "networks": "",
     "data": "",
+    "rejecting": "",
+    "export": "",
+    "tuning": "",
+    "report": "",
 }
 
 __getattr__, __dir__ = attach(__name__, _HOME)
@@ -37,14 +42,19 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from . import data as data
+    from . import export as export
     from . import metrics as metrics
     from . import networks as networks
+    from . import rejecting as rejecting
+    from . import report as report
+    from . import tuning as tuning
     from .engine import Options as Options
     from .engine import evaluate as evaluate
     from .engine import fit as fit
     from .ensemble import Ensemble as Ensemble
     from .ensemble import Prediction as Prediction
     from .estimator import CMCLClassifier as CMCLClassifier
+    from .experiments.own import record as record
     from .finetuning import OneStem as OneStem
     from .finetuning import from_pretrained as from_pretrained
     from .objectives import OracleLoss as OracleLoss

@@ -1,0 +1,67 @@
+"""`cmcl export`: a trained ensemble as one file for other programs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .runs import data_of, find_ensembles, label_of
+from .shared import AsJson, Root, note, print_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a saved ensemble.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The file to write: model.onnx, model.pt2.")],
+    format: Annotated[str, typer.Option(help="onnx, or torch for torch.export.")] = "onnx",
+    root: Root = None,
+    example: Annotated[
+        Path | None, typer.Option(metavar="FILE.npy", help="Inputs to compare on, instead of test images.")
+    ] = None,
+    images: Annotated[int, typer.Option(min=2, help="How many test images to compare on.")] = 200,
+    as_json: AsJson = False,
+) -> None:
+    """Write an ensemble as one file: ONNX or torch.export.
+
+    Preprocessing, members, mean and choice are one graph, checked against PyTorch on real images. In: raw
+    images, uint8 (batch, channels, height, width). Out: probs, member_probs, entropy, chosen.
+    """
+    from ..data.files import data_root
+    from ..export import export as write
+    from ..saving import load
+
+    place, *others = find_ensembles(run)
+    if others:
+        note(f"{run} holds {len(others) + 1} ensembles. This is the first, {label_of(place)}.")
+    inputs = _read(example) if example else _test_images(place, root, images)
+    done = write(load(place, root=data_root(root)), out, inputs, format=format)
+    if as_json:
+        print_json(done._asdict() | {"path": str(done.path)})
+        return
+    typer.echo(f"{done.path}: {done.path.stat().st_size / 2**20:.1f} MiB, takes {done.input}")
+    typer.echo(f"agrees with PyTorch on {done.examples:,} inputs; largest differences:")
+    for name, value in done.differences.items():
+        typer.echo(f"  {name:<12}  {value:.1e}")
+
+
+def _test_images(place: Path, root: Path | None, count: int) -> "Tensor":
+    from ..data import load
+
+    name = data_of(place)
+    if name is None:
+        raise ValueError(
+            f"--example must name a .npy file of inputs: {place} does not say what it was trained on."
+        )
+    return load(name, split="test", root=root)[:count].images
+
+
+def _read(path: Path) -> "Tensor":
+    import numpy as np
+    import torch
+
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except (ValueError, EOFError, TypeError) as error:
+        raise ValueError(f"--example must be a .npy file of numbers. Got {path} ({error}).") from None

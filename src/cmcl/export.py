@@ -1,0 +1,198 @@
+"""An ensemble as one file for other programs: preprocessing, members, mean, entropy and choice in one graph.
+
+M members, B batch, C classes. The graph takes a batch of any size and gives what `Ensemble.predict` gives.
+"""
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import checks
+from .data.steps import Chain
+from .data.transform import Transform
+from .ensemble import Ensemble, Prediction, in_turn
+from .files import replacing
+from .metrics import entropy
+
+FORMATS = ("onnx", "torch")
+OUTPUTS = Prediction._fields  # probs (B, C, ...), member_probs (M, B, C, ...), entropy (M, B), chosen (B,)
+TOLERANCE = 1e-4
+_ONE_FILE = 2**31 - 2**27  # bytes of weights: a protobuf file ends at 2 GiB
+
+Runner = Callable[[Tensor], Sequence[Tensor]]
+
+
+class Exported(NamedTuple):
+    """A written file, compared with the ensemble it came from."""
+
+    path: Path
+    format: str
+    input: str  # type and shape of what goes in
+    examples: int  # that were compared
+    differences: dict[str, float]  # by output, the largest; of `chosen`, in the entropy it is chosen by
+
+
+class Graph(nn.Module):
+    """The whole way from a batch as the user has it to the four outputs."""
+
+    def __init__(self, ensemble: Ensemble, *, raw: bool) -> None:
+        super().__init__()
+        self.ensemble = ensemble
+        self.preprocess = _in_float32(checks.fitted(ensemble.transform)) if raw else None
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """The outputs by name: who reads the file may not have cmcl and its classes."""
+        logits = self.ensemble(x if self.preprocess is None else self.preprocess(x.float()))
+        member_probs = logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32))
+        uncertainty = entropy(member_probs)
+        outputs = member_probs.mean(0), member_probs, uncertainty, uncertainty.argmin(0)
+        return dict(zip(OUTPUTS, outputs, strict=True))
+
+
+@torch.no_grad()
+def export(
+    ensemble: Ensemble,
+    path: str | Path,
+    example: Tensor,
+    *,
+    format: str = "onnx",
+) -> Exported:
+    """Write the ensemble with its preprocessing as one graph, and compare it with PyTorch on `example`.
+
+    Features are shared in mode "expected". The file is written only if every output agrees with
+    `ensemble.predict(example)` within 1e-4, for one image alone as for all together.
+
+    Args:
+        ensemble: a trained ensemble; it is left as it is.
+        path: the file to write, such as model.onnx or model.pt2.
+        example: a batch of real inputs, 2 or more. Its type is that of the graph's input: uint8 images
+            (B, C, H, W) go through `ensemble.transform` inside the graph; anything else, such as float32,
+            goes to the members as it is. The batch is dynamic, the other dimensions are those of the example.
+        format: "onnx", or "torch" for a program of torch.export (read by torch.export.load).
+    """
+    checks.choice("format", format, FORMATS)
+    if len(checks.inputs(example)) < 2:
+        raise ValueError(f"example must hold at least 2 inputs. Got {checks.kind(example)}.")
+    if format == "onnx":
+        _need_onnx()
+    path, example = Path(path), example.detach().cpu()
+    fixed = _fixed(ensemble)
+    expected = fixed.predict(example)
+    graph = Graph(fixed, raw=example.dtype == torch.uint8).eval()
+    program = torch.export.export(graph, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        runner = _write_onnx(program, part) if format == "onnx" else _write_torch(program, part)
+        differences = _compare(runner, example, expected)
+    kind = str(example.dtype).removeprefix("torch.")
+    sizes = ", ".join(map(str, ("batch", *example.shape[1:])))
+    return Exported(path, format, f"{kind} ({sizes})", len(example), differences)
+
+
+def onnx_runner(path: str | Path) -> Runner:
+    """A function from a batch to the four outputs, computed by onnxruntime on the CPU."""
+    _need_onnx()
+    onnxruntime = import_module("onnxruntime")  # it has no types
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda x: [torch.from_numpy(y) for y in session.run(list(OUTPUTS), {"input": x.numpy()})]
+
+
+def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> Runner:
+    size = sum(value.nbytes for value in [*program.state_dict.values(), *program.constants.values()])
+    if size > _ONE_FILE:
+        raise ValueError(
+            f"an ensemble must stay below 2 GiB to fit into one ONNX file. Got {size:,} bytes. "
+            "Export it with format='torch'."
+        )
+    with _without_chatter():
+        torch.onnx.export(
+            program,
+            f=str(path),
+            dynamo=True,
+            input_names=["input"],
+            output_names=list(OUTPUTS),
+            external_data=False,
+            verbose=False,
+        )
+    return onnx_runner(path)
+
+
+def _write_torch(program: torch.export.ExportedProgram, path: Path) -> Runner:
+    with path.open("wb") as file:
+        torch.export.save(program, file)
+    with path.open("rb") as file:
+        module = torch.export.load(file).module()
+    return lambda x: list(module(x).values())
+
+
+def _compare(run: Runner, example: Tensor, expected: Prediction) -> dict[str, float]:
+    """The largest differences, of the batch and of its first example alone."""
+    found = dict.fromkeys(OUTPUTS, 0.0)
+    for count in (len(example), 1):
+        probs, member_probs, entropies, chosen = run(example[:count])
+        wanted = expected.entropy[:, :count]
+        pairs = {
+            "probs": (probs, expected.probs[:count]),
+            "member_probs": (member_probs, expected.member_probs[:, :count]),
+            "entropy": (entropies, wanted),
+            # Two members may be equally sure up to rounding: then either may be chosen.
+            "chosen": (wanted.gather(0, chosen[None])[0], wanted.amin(0)),
+        }
+        for name, (ours, theirs) in pairs.items():
+            found[name] = max(found[name], (ours - theirs).abs().max().item())
+    if worst := {name: value for name, value in found.items() if not value <= TOLERANCE}:
+        raise ValueError(
+            f"the exported graph must agree with PyTorch within {TOLERANCE:g}. Got {worst}. "
+            "Does the network do something in Python that tracing freezes?"
+        )
+    return found
+
+
+def _fixed(ensemble: Ensemble) -> Ensemble:
+    """A copy that answers the same every time: the user's own stays where and as it is."""
+    fixed = copy.deepcopy(ensemble).cpu().eval()
+    fixed.run = in_turn
+    if fixed.share_at_test == "sampled":
+        fixed.share_at_test = "expected"
+    return fixed
+
+
+def _in_float32(transform: Transform) -> Callable[[Tensor], Tensor]:
+    """The transform's own formulas on float32 images: float64 is slow or absent where graphs are run."""
+    transform = copy.deepcopy(transform)
+    todo = [transform]
+    for step in todo:
+        todo += step.steps if isinstance(step, Chain) else []
+        step._work = {(name, torch.device("cpu")): value.float() for name, value in step._tensors.items()}
+    return transform._apply
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """The exporter warns of its own future and of packages that it could use."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _need_onnx() -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        if find_spec(name) is None:
+            raise ImportError(f"ONNX export needs {name}. Install it: pip install 'confident-mcl[export]'")

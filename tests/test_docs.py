@@ -1,0 +1,108 @@
+"""The documents: links and anchors lead somewhere, snippets run, pictures and tables are fresh."""
+
+import re
+import runpy
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+for name in ("matplotlib", "altair", "vl_convert", "jinja2", "onnxruntime"):  # what the pages themselves use
+    pytest.importorskip(name)
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *PAGES, *ROOT.glob("*/README.md")})
+# Pages whose snippets another test runs, or compares with what they give.
+ELSEWHERE = {"training.md": "test_train.py", "networks.md": "test_networks.py", "commands.md": "test_cli.py"}
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+make = runpy.run_path(str(DOCS / "make.py"))
+
+
+def without_code(text):
+    return re.sub(r"^```.*?^```|^    .*?$|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text):
+    """As GitHub makes them from headings."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(text):
+    return re.findall(r"\]\(((?!https?:)[^)\s]+)\)", without_code(text))
+
+
+def test_anchors_as_github_makes_them():
+    assert anchors("# One, two\n## `fit` and K = 1\n```\n# no\n```\n") == {"one-two", "fit-and-k--1"}
+    assert links("[a](b.md#c) `[x](y)` [web](https://e.org) ![p](p.svg)") == ["b.md#c", "p.svg"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_anchors_lead_somewhere(document):
+    for link in links(document.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{link}: no such heading"
+
+
+def test_every_page_is_in_the_index():
+    listed = {link.partition("#")[0] for link in links((DOCS / "README.md").read_text())}
+    assert {page.name for page in PAGES} - {"README.md"} <= listed
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name not in ELSEWHERE and SNIPPET.search(page.read_text())],
+    ids=lambda page: page.name,
+)
+def test_snippets_run(page, tmp_path, monkeypatch):
+    """Every Python block of a page, one after the other, as a reader would."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for block in SNIPPET.findall(page.read_text()):
+        exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize(("page", "test"), ELSEWHERE.items())
+def test_other_tests_run_the_other_pages(page, test):
+    assert page in (ROOT / "tests" / test).read_text()
+
+
+def test_tables_are_fresh():
+    for page in PAGES:
+        text = page.read_text()
+        assert make["filled"](text) == text, f"{page.name} is stale: run python docs/make.py"
+        assert len(re.findall("<!-- make: ", text)) == len(re.findall("<!-- made -->", text))
+
+
+@pytest.mark.parametrize("name", make["DRAWN"])
+def test_pictures_are_fresh(name):
+    svg = (DOCS / "pictures" / f"{name}.svg").read_text()
+    ElementTree.fromstring(svg)
+    assert svg.endswith(f"<!-- docs/make.py, {make['digest'](name)} -->\n"), "stale: run python docs/make.py"
+
+
+def test_every_picture_is_shown():
+    shown = {link for page in PAGES for link in links(page.read_text()) if link.startswith("pictures/")}
+    assert {f"pictures/{path.name}" for path in (DOCS / "pictures").iterdir()} == shown
+
+
+def test_the_map_names_functions_that_are_there():
+    rows = re.findall(
+        r"^\|.*?\]\((\.\./src/cmcl/\S+\.py)\) \| (.*) \|$",
+        (DOCS / "paper-to-code.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) > 15
+    for path, names in rows:
+        code = (DOCS / path).read_text()
+        for name in re.findall("`([^`]+)`", names):
+            assert re.search(rf"^(def|class) {name}\b|^{name}\b.* = ", code, re.MULTILINE), (
+                f"{path} has no {name}"
+            )

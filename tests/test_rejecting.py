@@ -1,0 +1,303 @@
+"""Abstention keeps its promise, and scores rank as their names say."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cmcl import Ensemble, metrics, networks
+from cmcl.cli.reject import reject
+from cmcl.data import load
+from cmcl.data.preprocess import MeanStd
+from cmcl.rejecting import (
+    ABSTAIN,
+    LEVELS,
+    SCORES,
+    Threshold,
+    calibrate,
+    decide,
+    examples_needed,
+    temperature,
+    tempered,
+    uncertainty,
+    upper_bound,
+)
+
+
+def probs_of(confidences, classes=3):
+    """One member that answers class 0 with these confidences, (1, N, C)."""
+    first = torch.as_tensor(confidences, dtype=torch.float64)
+    rest = ((1 - first) / (classes - 1))[:, None].expand(-1, classes - 1)
+    return torch.cat([first[:, None], rest], 1)[None]
+
+
+def draw(n, generator, error):
+    """Examples whose answer (class 0) is wrong with probability error(confidence); confidence in 0.4..1."""
+    confidence = 0.4 + 0.6 * torch.rand(n, generator=generator, dtype=torch.float64)
+    wrong = torch.rand(n, generator=generator, dtype=torch.float64) < error(confidence)
+    return probs_of(confidence), wrong.long()  # the true class is 1 where it is wrong
+
+
+# --- scores, worked by hand ---
+
+TWO = torch.tensor([[[1.0, 0.0], [0.5, 0.5], [1.0, 0.0]], [[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]]])  # (2, 3, 2)
+H = math.log(2)
+H75 = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+
+
+@pytest.mark.parametrize(
+    ("score", "expected"),
+    [
+        ("confidence", [0.5, 0.5, 0.25]),
+        ("mean_entropy", [H, H, H75]),
+        ("member_entropy", [0, H, H / 2]),
+        ("lowest_entropy", [0, H, 0]),
+        ("disagreement", [H, 0, H75 - H / 2]),
+    ],
+)
+def test_scores_by_hand(score, expected):
+    """Two sure of different things, two silent, a specialist beside a silent one."""
+    torch.testing.assert_close(uncertainty(TWO, score), torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+# lowest_entropy is of the member that is surest of the whole image, not pixel by pixel
+@pytest.mark.parametrize("score", sorted(SCORES.keys() - {"lowest_entropy"}))
+def test_dense_scores_are_pixel_means(score):
+    dense = torch.rand(2, 4, 3, 5, 6).softmax(2)
+    flat = dense.permute(0, 1, 3, 4, 2).reshape(2, 4 * 30, 3)
+    expected = uncertainty(flat, score).reshape(4, 30).mean(1)
+    torch.testing.assert_close(uncertainty(dense, score), expected)
+
+
+def test_the_dense_lowest_entropy_is_that_of_one_member():
+    """Each member is sure of one half of the image: none is sure of the image."""
+    left = torch.tensor([1.0, 0.5]).repeat_interleave(2)  # (W,): sure, sure, silent, silent
+    first = torch.stack([left, 1 - left])[None, :, None]  # (N, C, H, W)
+    both = torch.stack([first, first.flip(3)])
+    torch.testing.assert_close(uncertainty(both, "lowest_entropy"), torch.tensor([H / 2]))
+
+
+def test_the_order_of_members_does_not_matter():
+    probs = torch.rand(4, 7, 3).softmax(2)
+    for score in SCORES:
+        torch.testing.assert_close(uncertainty(probs, score), uncertainty(probs.flip(0), score))
+
+
+# --- the bound ---
+
+
+@pytest.mark.parametrize(("errors", "n", "level"), [(0, 10, 0.05), (3, 40, 0.01), (1, 1000, 0.0025)])
+def test_the_bound_is_where_so_few_errors_become_unlikely(errors, n, level):
+    p = upper_bound(errors, n, level)
+    tail = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(errors + 1))
+    assert tail == pytest.approx(level, rel=1e-6)
+
+
+def test_the_bound_without_evidence_is_one():
+    assert upper_bound(0, 0, 0.05) == 1 == upper_bound(5, 5, 0.05)
+
+
+def test_examples_needed_is_exact():
+    n = examples_needed(0.01, 0.95)
+    level = 0.05 / LEVELS
+    assert upper_bound(0, n, level) <= 0.01 < upper_bound(0, n - 1, level)
+
+
+# --- calibrate and decide ---
+
+
+def test_by_hand():
+    """1,000 sure answers are right, 1,000 unsure ones are wrong every second time."""
+    confidence = torch.cat([torch.linspace(0.8, 1, 1000), torch.linspace(0.4, 0.7, 1000)])
+    targets = torch.zeros(2000, dtype=torch.long)
+    targets[1000::2] = 1
+    found = calibrate(probs_of(confidence), targets, risk=0.01)
+    assert (found.answered, found.errors, found.coverage) == (1000, 0, 0.5)
+    assert found.bound == pytest.approx(1 - (0.05 / LEVELS) ** (1 / 1000))
+    answers = decide(probs_of([0.9, 0.75, 0.5]), found)
+    assert answers.tolist() == [0, 0, ABSTAIN]  # 0.75 lies above the first unsure one, at 0.7
+
+
+def test_all_is_answered_where_nothing_goes_wrong():
+    found = calibrate(probs_of(torch.linspace(0.4, 1, 700)), torch.zeros(700, dtype=torch.long))
+    assert found.coverage == 1
+    assert found.value == math.inf
+    assert decide(probs_of([0.34]), found).tolist() == [0]
+
+
+def test_nothing_is_answered_where_the_risk_cannot_be_promised():
+    few = examples_needed(0.01, 0.95) - 1
+    found = calibrate(probs_of(torch.linspace(0.4, 1, few)), torch.zeros(few, dtype=torch.long))
+    assert not found.reached
+    assert found.coverage == 0
+    assert decide(probs_of([1.0, 0.5]), found).tolist() == [ABSTAIN, ABSTAIN]
+    assert "cannot be promised" in str(found)
+    assert f"{few + 1:,} answers without an error" in str(found)
+
+
+def test_equal_scores_are_answered_together_or_not_at_all():
+    """A saturated softmax: most confidences are exactly 1, and some of those answers are wrong."""
+    confidence = torch.cat([torch.ones(1500), torch.full((500,), 0.5)])
+    targets = (torch.arange(2000) % 30 == 0).long()
+    found = calibrate(probs_of(confidence), targets, risk=0.01)
+    assert not found.reached
+    assert calibrate(probs_of(confidence), targets, risk=0.1).answered in {1500, 2000}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0.02, 0.3), st.sampled_from(sorted(SCORES)))
+def test_more_risk_and_less_confidence_answer_more(seed, risk, score):
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.rand(3, 400, 4, generator=generator).mul(6).softmax(2)
+    targets = torch.where(torch.rand(400, generator=generator) < 0.9, probs.mean(0).argmax(1), 0)
+    base = calibrate(probs, targets, risk=risk, score=score)
+    assert calibrate(probs, targets, risk=risk + 0.1, score=score).answered >= base.answered
+    assert calibrate(probs, targets, risk=risk, confidence=0.8, score=score).answered >= base.answered
+    assert base.bound <= risk or not base.reached
+    answers = decide(probs, base)
+    assert int((answers != ABSTAIN).sum()) == base.answered
+    assert int(((answers != targets) & (answers != ABSTAIN)).sum()) == base.errors
+
+
+# In closed form: among answers above confidence t the error is what `error` is on average over (t, 1).
+CASES = {
+    "linear": (lambda c: 0.25 * (1 - c), lambda t: 0.25 * (1 - t) / 2),
+    "flat, just too risky": (lambda c: torch.full_like(c, 0.0501), lambda t: 0.0501),
+    "the surest are the worst": (lambda c: 0.12 * (c > 0.9), lambda t: 0.12 * 0.1 / (1 - min(t, 0.9))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_guarantee_by_simulation(case):
+    """In 200 calibrations at 80 % confidence, the true risk may be exceeded in about 40 at most."""
+    error, true_risk = CASES[case]
+    broken = reached = 0
+    for seed in range(200):
+        probs, targets = draw(600, torch.Generator().manual_seed(seed), error)
+        found = calibrate(probs, targets, risk=0.05, confidence=0.8)
+        if found.reached:
+            reached += 1
+            lowest = max(0.4, 1 - found.value) if math.isfinite(found.value) else 0.4
+            broken += true_risk(lowest) > 0.05
+    assert broken <= 40 + 3 * 6  # three standard deviations
+    assert reached > 50 or case != "linear"
+
+
+def test_one_threshold_alone_would_break_the_promise():
+    """Why twenty bounds are paid for: choosing the best of them without that fails far more often."""
+    broken = 0
+    for seed in range(200):
+        probs, targets = draw(600, torch.Generator().manual_seed(seed), CASES["flat, just too risky"][0])
+        ordered = uncertainty(probs, "confidence").argsort()
+        wrong = targets[ordered].cumsum(0)
+        bounds = [upper_bound(int(wrong[n - 1]), n, 0.2) for n in range(30, 601, 30)]
+        broken += min(bounds) <= 0.05
+    assert broken > 0.2 * 200 + 3 * 6
+
+
+def test_a_threshold_travels_as_json():
+    for found in (
+        Threshold(0.25, "confidence", 0.01, 0.95, 1000, 500, 1, 0.009),
+        Threshold(math.inf, "mean_entropy", 0.01, 0.95, 1000, 1000, 1, 0.009),
+    ):
+        text = json.dumps(found.to_json(), allow_nan=False)
+        assert Threshold.from_json(json.loads(text)) == found
+
+
+def test_unfamiliar_examples_rank_higher():
+    """Silent members against a specialist: CMCL's score tells them apart, disagreement does the contrary."""
+    sure, silent = [0.98, 0.01, 0.01], [1 / 3] * 3
+    known = torch.tensor([sure, silent, silent])[:, None].expand(-1, 20, -1)
+    unknown = torch.tensor([silent, silent, silent])[:, None].expand(-1, 20, -1)
+    scores = {name: (uncertainty(known, name), uncertainty(unknown, name)) for name in SCORES}
+    assert metrics.auroc(*scores["lowest_entropy"]) == 1
+    assert metrics.auroc(*scores["disagreement"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"risk": 0}, "risk must be above 0 and below 1. Got 0."),
+        ({"confidence": 1.0}, "confidence must be above 0 and below 1. Got 1.0."),
+        ({"risk": 1.5}, "risk must be between 0 and 1. Got 1.5."),
+        ({"score": "entropy"}, "score must be one of 'confidence', .* Got 'entropy'."),
+        ({"targets": torch.zeros(4, dtype=torch.long)}, "targets must be an integer tensor of shape"),
+        ({"member_probs": torch.rand(5, 3)}, "member_probs must have shape"),
+        ({"member_probs": torch.ones(1, 5, 2, 2, 2) / 2}, "must have one answer per example"),
+        ({"member_probs": torch.randn(1, 5, 3)}, "must be at least 0 and sum to 1"),
+    ],
+)
+def test_errors(change, message):
+    arguments = {
+        "member_probs": probs_of([0.5] * 5),
+        "targets": torch.zeros(5, dtype=torch.long),
+        "risk": 0.1,
+    } | change
+    with pytest.raises(ValueError, match=message):
+        calibrate(arguments.pop("member_probs"), arguments.pop("targets"), **arguments)
+
+
+def test_the_temperature_that_was_applied_is_found():
+    """Answers right with probability p, shown as p ** 2 / sum: T = 2 undoes it."""
+    generator = torch.Generator().manual_seed(0)
+    true = torch.rand(1, 20_000, 4, generator=generator, dtype=torch.float64).mul(4).softmax(2)
+    targets = torch.multinomial(true[0], 1, generator=generator)[:, 0]
+    shown = true.square() / true.square().sum(2, keepdim=True)
+    t = temperature(shown, targets)
+    assert t == pytest.approx(2, rel=0.05)
+    torch.testing.assert_close(tempered(shown, 2.0), true[0])
+    assert metrics.nll(tempered(shown, t)[None], targets) <= metrics.nll(true, targets)
+
+
+def test_tempering_keeps_the_answer_and_one_changes_nothing():
+    probs = torch.rand(3, 50, 5).softmax(2)
+    torch.testing.assert_close(tempered(probs, 1.0), probs.mean(0))
+    for t in (0.1, 0.5, 3.0):
+        assert torch.equal(tempered(probs, t).argmax(1), probs.mean(0).argmax(1))
+    assert tempered(torch.tensor([[[1.0, 0.0]]]), 0.05).tolist() == [[1.0, 0.0]]
+
+
+def test_a_silent_half_is_undone():
+    """Two members know, two are silent: the average says 0.55, the truth is 0.9 or so."""
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.randint(10, (4000,), generator=generator)
+    said = torch.where(torch.rand(4000, generator=generator) < 0.9, targets, (targets + 1) % 10)
+    sure = torch.nn.functional.one_hot(said, 10).double()
+    probs = torch.stack([sure, sure, torch.full_like(sure, 0.1), torch.full_like(sure, 0.1)])
+    assert metrics.ece(probs, targets) > 0.3
+    assert metrics.ece(tempered(probs, temperature(probs, targets))[None], targets) < 0.01
+
+
+def test_dense_answers_are_tempered_too():
+    probs = torch.rand(2, 3, 4, 5, 6).softmax(2)
+    targets = torch.randint(4, (3, 5, 6))
+    targets[0, 0, 0] = 255
+    t = temperature(probs, targets, ignore_index=255)
+    before, after = (metrics.nll(x, targets, ignore_index=255) for x in (probs, tempered(probs, t)[None]))
+    assert after <= before
+    with pytest.raises(ValueError, match="temperature must be above 0. Got 0."):
+        tempered(probs, 0)
+
+
+def test_the_command(tmp_path, capsys):
+    """An untrained ensemble: nothing can be promised at 1 %, everything at 97 %."""
+    torch.manual_seed(0)
+    network = partial(networks.cnn, channels=1, size=8, filters=(4, 4), kernel=3, padding=1, hidden=None)
+    ensemble = Ensemble(network, 2)
+    ensemble.transform = MeanStd().fit(load("digits", split="train"))
+    ensemble.save(tmp_path / "saved")
+    reject(tmp_path / "saved", device="cpu", out=tmp_path / "threshold.json")
+    out = capsys.readouterr().out
+    assert "cannot be promised from 180 calibration examples" in out
+    assert "answers 0.0%, 0 of 0 wrong." in out
+    threshold = Threshold.from_json(json.loads((tmp_path / "threshold.json").read_text()))
+    assert threshold.value == -math.inf
+    reject(tmp_path / "saved", device="cpu", risk=0.97, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["threshold"]["answered"] == 180
+    assert found["tried"]["answered"] == found["tried"]["examples"] == 179
+    assert found["threshold"]["value"] == "inf"

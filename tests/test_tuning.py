@@ -1,0 +1,178 @@
+"""Successive halving keeps the right ones, and `tune` chooses by held-out data alone."""
+
+import json
+import math
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cmcl
+from cmcl import tuning
+from cmcl.experiments import recipes
+from cmcl.experiments import run as running
+from cmcl.tuning import plot, shortened, successive_halving, tune
+
+needs_altair = pytest.mark.skipif(
+    not (find_spec("altair") and find_spec("vl_convert")), reason="needs altair and vl-convert-python"
+)
+BASE = cmcl.Recipe(epochs=9, members=5)
+
+
+def candidates(n):
+    return {f"c{i}": replace(BASE, beta=1 + i) for i in range(n)}
+
+
+def test_halving_by_hand():
+    """Nine, then the best three, then one; three times as long each. The candidate's error is its beta."""
+    calls = []
+
+    def score(name, recipe):
+        calls.append((name, recipe.epochs))
+        return 10 - recipe.beta
+
+    rungs = successive_halving(candidates(9), score)
+    assert [rung.share for rung in rungs] == [1 / 9, 1 / 3, 1]
+    assert [len(rung.errors) for rung in rungs] == [9, 3, 1]
+    assert rungs[0].kept == ["c8", "c7", "c6"]
+    assert rungs[-1].kept == ["c8"]
+    assert calls[9:] == [("c8", 3), ("c7", 3), ("c6", 3), ("c8", 9)]
+
+
+def test_a_late_bloomer_can_win_if_it_survives():
+    """The choice is made by the last round, not by the first."""
+    rungs = successive_halving(candidates(9), lambda name, recipe: abs(recipe.beta - recipe.epochs))
+    assert rungs[0].kept == ["c0", "c1", "c2"]  # after 1 epoch, beta 1 is best
+    assert rungs[1].kept == ["c2"]  # after 3, beta 3
+
+
+def test_ties_go_to_the_first():
+    assert successive_halving(candidates(4), lambda *_: 7.0, eta=2)[-1].kept == ["c0"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 40), st.integers(2, 5), st.randoms())
+def test_the_best_wins_if_errors_do_not_depend_on_the_length(n, eta, random):
+    errors = {f"c{i}": random.random() for i in range(n)}
+    lengths = []
+
+    def score(name, recipe):
+        lengths.append(recipe.epochs)
+        return errors[name]
+
+    rungs = successive_halving(candidates(n), score, eta=eta)
+    assert rungs[-1].kept == [min(errors, key=errors.get)]
+    assert rungs[-1].share == 1
+    assert len(rungs) == next(k for k in range(9) if eta ** (k + 1) > n) + 1
+    assert sum(lengths) <= 9 * (math.log(n, eta) + 2) * eta, "a round costs little more than eta full runs"
+
+
+def test_shortening_keeps_the_schedule_in_proportion():
+    recipe = replace(BASE, epochs=None, steps=900, drops=((300, 0.1), (0.5, 0.2)), warm_start=30)
+    short = shortened(recipe, 1 / 3)
+    assert (short.steps, short.warm_start, short.drops) == (300, 10, ((100, 0.1), (0.5, 0.2)))
+    for step in (0, 99, 100, 149, 150, 299):
+        assert short.lr_at(step, 300) == recipe.lr_at(3 * step, 900)
+    assert shortened(recipe, 1) is recipe
+    assert shortened(replace(recipe, steps=2, drops=()), 1 / 9).steps == 1
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Seconds instead of minutes."""
+    network = recipes.DIGITS.network_options | {"filters": [2, 2]}
+    recipe = replace(recipes.DIGITS, method="cmcl", members=2, epochs=0.6, network_options=network)
+    monkeypatch.setitem(recipes.RECIPES, "tiny", recipe)
+    return {"name": "tiny", "betas": [0.25, 0.5, 1.0], "overlaps": [1], "options": cmcl.Options(quiet=True)}
+
+
+def test_tuning_digits(tiny, tmp_path, monkeypatch):
+    lines = []
+    result = tune(**tiny, out=tmp_path, say=lines.append)
+    assert len(lines) == 3 + 1
+    assert [rung["share"] for rung in result["rungs"]] == [pytest.approx(1 / 3), 1]
+    first, last = (rung["rows"] for rung in result["rungs"])
+    (kept,) = [row for row in first if row["kept"]]
+    assert kept["held_out"] == min(row["held_out"] for row in first)
+    assert result["chosen"] == kept["name"] == last[0]["name"]
+    assert result["held_out"] == last[0]["held_out"]
+    assert json.loads((tmp_path / "tuning-tiny.json").read_text()) == result
+
+    folders = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/record.json")}
+    assert len(folders) == 4
+    tested = [record for record in folders.values() if record["full_test"]]
+    assert [record["name"] for record in tested] == [result["chosen"]], "one look at the test set"
+    assert result["test"] == tested[0]["errors"]["expected"]["top1"]
+    assert all(record["recipe"]["validation"] == 0.1 for record in folders.values())
+
+    fits = []
+    fit = running.fit
+    monkeypatch.setattr(running, "fit", lambda *a, **k: fits.append(k["recipe"]) or fit(*a, **k))
+    assert tune(**tiny, out=tmp_path) == result
+    assert [recipe.beta for recipe in fits] == [result["beta"]], "finished candidates are only read"
+
+
+@needs_altair
+def test_the_command(tiny, tmp_path, cmcl):
+    words = ("tune", "tiny", "--betas", "0.25,0.5", "--overlaps", "1", "--out", tmp_path, "--device", "cpu")
+    code, out, err = cmcl(*words, "--plot", tmp_path / "tuning.svg")
+    assert code == 0
+    assert "chosen: beta 0." in out
+    assert err.count("held-out top-1") == 2
+    assert (tmp_path / "tuning.svg").exists()
+    code, out, err = cmcl(*words, "--json", "--quiet")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == json.loads((tmp_path / "tuning-tiny.json").read_text())
+
+
+def test_numbers_on_the_command_line(cmcl):
+    code, _, err = cmcl("tune", "digits-cmcl", "--betas", "0.5;1")
+    assert (code, err) == (2, "cmcl: --betas must be numbers with commas, such as 0.5,0.75. Got '0.5;1'.\n")
+
+
+@needs_altair
+def test_plot(tmp_path):
+    rows = [
+        {"name": f"b{b}k{k}", "beta": b, "overlap": k, "held_out": 10 * b + k, "kept": k == 2}
+        for b in (0.5, 1.0)
+        for k in (2, 3)
+    ]
+    rungs = [{"share": 1, "length": "15 epochs", "rows": rows}]
+    result = {"recipe": "digits-cmcl", "beta": 0.5, "overlap": 2, "rungs": rungs}
+    plot(result, tmp_path / "tuning.svg")
+    svg = (tmp_path / "tuning.svg").read_text()
+    assert all(word in svg for word in ("15 epochs", "digits-cmcl", "7.0", "13.0"))
+    plot(result, tmp_path / "deep" / "tuning.png")
+    assert (tmp_path / "deep" / "tuning.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="must be .svg or .png. Got 'tuning.pdf'"):
+        plot(result, tmp_path / "tuning.pdf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "digits-ie"}, r"must be a CMCL one.* Got 'digits-ie' \(ie\)"),
+        ({"name": "digit-cmcl"}, "Did you mean 'digits-cmcl'"),
+        ({"validation": 0}, "validation must be above 0 and below 1, to choose by. Got 0."),
+        ({"overlaps": [6]}, r"overlaps must hold a K up to 5 \(the members\). Got \[6\]."),
+        ({"eta": 1}, "eta must be 2 or more. Got 1."),
+    ],
+)
+def test_errors(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tune(**{"name": "digits-cmcl", "out": tmp_path} | change)
+
+
+def test_no_candidates():
+    with pytest.raises(ValueError, match="at least one recipe. Got none."):
+        successive_halving({}, lambda *_: 0.0)
+
+
+def test_the_module_needs_no_torch_to_be_imported():
+    import subprocess
+    import sys
+
+    code = f"import sys; sys.path.insert(0, {str(tuning.__file__).rsplit('/', 2)[0]!r}); import cmcl.tuning; "
+    subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=True)
