@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow lint constraints clean
+.PHONY: demo test test-slow test-browser lint documents constraints clean
 
 demo: $(READY)           ## the main job on data that needs no download
 	$(BIN)/python examples/digits.py
@@ -13,6 +13,14 @@ test: $(READY)           ## the tests, fast enough to be run all the time
 
 test-slow: $(READY)      ## the tests that take longer
 	$(BIN)/python -m pytest -m slow
+
+test-browser: $(READY)   ## the report in a real browser; needs the system's chromium
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group browser
+	$(BIN)/python -m pytest tests/browser -m browser
+
+documents: $(READY)      ## tables and pictures in README and docs, from results/
+	$(BIN)/python -m cmcl.report.documents README.md docs/*.md
+	$(BIN)/python docs/make.py
 
 lint: $(READY)           ## style and types
 	$(BIN)/ruff check .

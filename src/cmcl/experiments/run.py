@@ -5,12 +5,14 @@ R seeds of one recipe train side by side.
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import data
 from ..data.cache import fitted, transformed
@@ -23,6 +25,7 @@ from ..files import replacing
 from ..networks import NETWORKS
 from ..recipe import Recipe
 from . import environment
+from .gallery import write_gallery
 from .measure import errors, measure, predict
 from .recipes import OUTSIDE, find
 from .records import Record
@@ -34,6 +37,7 @@ class Sets:
 
     train: Dataset
     test: Dataset
+    pictures: Tensor  # the raw images of `test`, for people
     outside: Dataset | None  # through the transform that was fitted to `train`
     transform: Transform | None
     checksums: dict[str, str]  # of the raw data
@@ -101,6 +105,7 @@ def run(
         measured = _measure(ensemble, sets, recipe, seed, test_limit, options)
         records.append(record := Record(seed=seed, **facts, **measured))
         record.save(own / "record.json")
+        write_gallery(own / "gallery", ensemble, sets.test[:test_limit], sets.pictures)
         if results is not None:
             record.save(Path(results) / "records" / record.file_name)
     return records
@@ -138,12 +143,29 @@ def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
     train, test = (data.load(recipe.data, split=split, root=root) for split in ("train", "test"))
     outside = _outside(recipe, root)
     checksums = {"train": train.checksum, "test": test.checksum}
+    train = train if recipe.examples is None else few(train, recipe.examples)
     if recipe.preprocess is None:
-        return Sets(train, test, outside, None, checksums)
+        return Sets(train, test, test.images, outside, None, checksums)
+    pictures = test.images
     transform = fitted(PRESETS[recipe.preprocess](), train, cache)
     train, test = (transformed(transform, one, cache) for one in (train, test))
     outside = outside and transformed(transform, outside, cache)
-    return Sets(train, test, outside, transform, checksums)
+    return Sets(train, test, pictures, outside, transform, checksums)
+
+
+def few(train: Dataset, count: int) -> Dataset:
+    """So many of the images, drawn evenly from the classes (or groups); the same ones for every seed."""
+    if count > len(train):
+        raise ValueError(f"recipe.examples must be at most {len(train)}, the whole set. Got {count}.")
+    strata: Sequence[Any] = train.targets.tolist() if train.targets.ndim == 1 else train.groups or ()
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    taken: Counter[Any] = Counter()
+    turn = {}  # how many of its class come before it
+    for i in order:
+        kind = strata[i] if strata else None
+        turn[i] = taken[kind]
+        taken[kind] += 1
+    return train.subset(sorted(sorted(order, key=turn.__getitem__)[:count]))
 
 
 def _outside(recipe: Recipe, root: str | Path | None) -> Dataset | None:

@@ -1,0 +1,234 @@
+"""The paper's claims, each judged by records: it holds, it does not, or it is not yet measured.
+
+A claim has parts, and holds if all of them do. What a part needs to hold is written in its text; amounts come
+from the claim as printed. M members, K overlap.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, median
+from typing import Any
+
+from .evidence import Evidence, Records, Spread
+from .paper import TARGETS
+from .specialists import median_entropy, pooled, specialisation
+
+HOLDS, FAILS, UNMEASURED = "holds", "does not hold", "not yet measured"
+
+ENOUGH = 0.5  # of a printed reduction: the sign alone would call noise a success
+FLAT = 1.0  # percent; a change below it is none
+REPAIRED = 0.9  # of the distance from MCL's top-1 error to that of IE
+ALMOST = 1.25  # times the training time: "almost the same"
+LONG = 120.0  # seconds; in shorter runs starting and compiling weigh more than the method
+SPECIAL, ALIKE = 50.0, 20.0  # points between a class's best and worst member: specialists above, none below
+SURE, UNSURE = 1 / 3, 2 / 3  # of the largest entropy, for the median
+
+
+@dataclass(frozen=True)
+class Part:
+    """One statement of a claim."""
+
+    text: str  # what must be so
+    holds: bool | None = None  # None: not yet measured
+    found: str = ""  # the numbers
+
+    @property
+    def status(self) -> str:
+        """In words."""
+        return UNMEASURED if self.holds is None else HOLDS if self.holds else FAILS
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim of the paper, judged."""
+
+    where: str
+    claim: str
+    parts: tuple[Part, ...]
+
+    @property
+    def status(self) -> str:
+        """Fails with any part that fails, holds when all do."""
+        found = [part.status for part in self.parts]
+        return next((status for status in (FAILS, UNMEASURED) if status in found), HOLDS)
+
+    @property
+    def measured(self) -> int:
+        """How many parts are measured."""
+        return sum(part.holds is not None for part in self.parts)
+
+
+def judge(records: Records) -> list[Verdict]:
+    """Every claim in targets.json, in its order."""
+    evidence = Evidence.of(records)
+    return [
+        Verdict(claim["where"], claim["claim"], tuple(JUDGES[claim["where"]](evidence, _printed(claim))))
+        for claim in TARGETS["claims"]
+    ]
+
+
+def _printed(claim: Mapping[str, str]) -> list[float]:
+    """The percentages in a claim's text."""
+    return [float(number) for number in re.findall(r"([\d.]+) %", claim["claim"])]
+
+
+def _lower(what: str, mine: Spread, other: Spread, printed: float | None = None) -> Part:
+    """`mine` is lower than `other`, by at least half of the printed share."""
+    least = 0.0 if printed is None else ENOUGH * printed
+    text = what if printed is None else f"{what}, by {least:.1f} % or more (half of what is printed)"
+    if mine is None or other is None:
+        return Part(text)
+    share = _gain(other, mine)
+    beside = "" if printed is None else f"; paper: {printed:.2f} % lower"
+    return Part(text, share >= least and share > 0, _change(other, mine) + beside)
+
+
+def _flat(what: str, before: Spread, after: Spread, *, flat: bool = True) -> Part:
+    """The error falls by less than 1 %; or, with flat=False, by that or more."""
+    text = f"{what} ({'under' if flat else 'at least'} {FLAT:g} % lower)"
+    if before is None or after is None:
+        return Part(text)
+    return Part(text, (_gain(before, after) < FLAT) is flat, _change(before, after))
+
+
+def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
+    """By how many percent the mean error is lower."""
+    return 100 * (before["mean"] - after["mean"]) / before["mean"] if before["mean"] else 0.0
+
+
+def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """In words; a difference smaller than its standard error is called noise."""
+    gain, difference = _gain(before, after), abs(before["mean"] - after["mean"])
+    word = "lower" if gain >= 0 else "higher"
+    text = f"{after['mean']:.2f} against {before['mean']:.2f} %: {abs(gain):.1f} % {word}"
+    if before["std"] is None or after["std"] is None:
+        return f"{text} (single runs)" if before["n"] == after["n"] == 1 else text
+    noise = sqrt(before["std"] ** 2 / before["n"] + after["std"] ** 2 / after["n"])
+    return f"{text}, within the noise of the runs" if difference < noise else text
+
+
+def _abstract(found: Evidence, printed: list[float]) -> Iterator[Part]:
+    for data, title, share in zip(("cifar10", "svhn"), ("CIFAR-10", "SVHN"), printed, strict=True):
+        stem = f"table3/{data}-resnet20"
+        yield _lower(f"{title}: CMCL below IE", found.error(f"{stem}-cmcl"), found.error(f"{stem}-ie"), share)
+
+
+def _table1(found: Evidence, printed: list[float]) -> Iterator[Part]:
+    spreads = [found.error(f"table1/cifar10-cnn-{cell}") for cell in ("ie", "mcl", "cmcl")]
+    ie, mcl, cmcl = (0.0 if spread is None else float(spread["mean"]) for spread in spreads)
+    text = f"CMCL closes {100 * REPAIRED:.0f} % or more of the distance from MCL's top-1 error to that of IE"
+    if None in spreads:
+        yield Part(text)
+    else:
+        closed = (mcl - cmcl) / (mcl - ie) if mcl > ie else 0.0
+        numbers = f"MCL {mcl:.2f}, IE {ie:.2f}, CMCL {cmcl:.2f} %: {100 * closed:.0f} % closed"
+        yield Part(text, closed >= REPAIRED, numbers)
+    stem = "table1/cifar10-cnn-cmcl"
+    yield _lower("sharing lowers top-1", found.error(f"{stem}-sharing"), found.error(stem))
+    for key, title in (("top1", "top-1"), ("oracle", "oracle")):
+        both, one = (found.error(f"{stem}-{more}", key) for more in ("sharing-sampled", "sharing"))
+        yield _lower(f"stochastic labels lower {title}", both, one)
+
+
+def _table2(found: Evidence, printed: list[float]) -> Iterator[Part]:
+    ten = found.error("table2/cifar10-cnn-m10-ie")
+    cmcl = found.error("table2/cifar10-cnn-m10-cmcl-k4")
+    yield _lower("M=10, K=4: CMCL below IE", cmcl, ten, printed[0])
+    yield _flat("IE gains nothing from 5 to 10 members", found.error("table2/cifar10-cnn-m5-ie"), ten)
+
+
+def _cost(found: Evidence, printed: list[float]) -> Iterator[Part]:
+    """Runs that differ in nothing but the method: same network, data, length, device, seeds together."""
+    times: dict[tuple[Any, ...], dict[str, list[float]]] = {}
+    for r in found.records:
+        if r.complete and r.name.startswith(("cifar10", "svhn", "icoseg")):
+            alike = (*(r.recipe.get(key) for key in ("data", "network", "members")), r.steps, r.device)
+            methods = times.setdefault((*alike, r.precision, len(r.together)), {})
+            plain = r.recipe["method"] == "cmcl" or not r.recipe.get(
+                "sharing"
+            )  # the paper's IE shares nothing
+            if plain and not r.recipe.get("adversarial"):
+                methods.setdefault(r.recipe["method"], []).append(r.seconds)
+    compared = 0
+    for (data, network, members, *_), methods in times.items():
+        mine = median(methods.pop("cmcl", [0.0]))
+        other = min(map(median, methods.values()), default=0.0)
+        if min(mine, other) >= LONG:
+            compared += 1
+            text = f"{data}, {members} {network}: CMCL takes at most {ALMOST:g} times as long as IE or MCL"
+            yield Part(
+                text, mine <= ALMOST * other, f"{mine:.0f} against {other:.0f} s: {mine / other:.2f} times"
+            )
+    if not compared:
+        yield Part(f"CMCL takes at most {ALMOST:g} times as long as IE or MCL")
+
+
+def _figure1(found: Evidence, printed: list[float]) -> Iterator[Part]:
+    for panel, method in (("fig1a", "MCL"), ("fig1b", "CMCL"), ("fig1c", "IE")):
+        alike = method == "IE"
+        bound = f"under {ALIKE:g}" if alike else f"over {SPECIAL:g}"
+        text = f"{method}: {bound} points between best and worst member, mean over the classes"
+        gaps = [specialisation(record) for record in found.in_figure(panel)]
+        if not gaps:
+            yield Part(text)
+        else:
+            gap = fmean(gaps)
+            yield Part(text, gap < ALIKE if alike else gap > SPECIAL, f"{gap:.1f} points")
+
+
+def _figure2(found: Evidence, printed: list[float]) -> Iterator[Part]:
+    for panel, title, group, sure in (
+        ("fig2b", "CMCL on own classes", "specialised", True),
+        ("fig2b", "CMCL on other classes", "other", False),
+        ("fig2b", "CMCL on SVHN", "outside", False),
+        ("fig2a", "MCL on own classes", "specialised", True),
+        ("fig2a", "MCL on other classes", "other", True),
+        ("fig2a", "MCL on SVHN", "outside", True),
+        ("fig2c", "IE with adversarial training on SVHN", "outside", True),
+    ):
+        bound = "below a third" if sure else "above two thirds"
+        text = f"{title}: median entropy {bound} of the largest"
+        medians = [
+            share
+            for record in found.in_figure(panel)
+            if (share := median_entropy(pooled(record, group))) is not None
+        ]
+        if not medians:
+            yield Part(text)
+        else:
+            share = fmean(medians)
+            yield Part(text, share < SURE if sure else share > UNSURE, f"{share:.2f} of the largest")
+
+
+def _figure4a(found: Evidence, printed: list[float]) -> Iterator[Part]:
+    stem = "fig4a/cifar10-resnet20"
+    ie5, ie10, cmcl5, cmcl10 = (
+        found.error(f"{stem}-m{m}-{method}") for method in ("ie", "cmcl") for m in (5, 10)
+    )
+    yield _lower("M=10: CMCL below IE with sharing", cmcl10, ie10, printed[0])
+    yield _flat("IE with sharing is flat from 5 to 10 members", ie5, ie10)
+    yield _flat("CMCL is not", cmcl5, cmcl10, flat=False)
+
+
+def _figure4b(found: Evidence, printed: list[float]) -> Iterator[Part]:
+    def error(m: int, method: str) -> Spread:
+        return found.error(f"fig4bc/icoseg-fcn-m{m}-{method}")
+
+    yield _lower("M=5: CMCL below IE", error(5, "cmcl"), error(5, "ie"), printed[0])
+    for m in range(2, 6):  # one member alone is the same for every method
+        for other in ("ie", "mcl"):
+            yield _lower(f"M={m}: CMCL below {other.upper()}", error(m, "cmcl"), error(m, other))
+
+
+JUDGES: dict[str, Callable[[Evidence, list[float]], Iterator[Part]]] = {
+    "abstract": _abstract,
+    "table 1": _table1,
+    "table 2": _table2,
+    "introduction": _cost,
+    "figure 1": _figure1,
+    "figure 2": _figure2,
+    "figure 4a": _figure4a,
+    "figure 4b": _figure4b,
+}

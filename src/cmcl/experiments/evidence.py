@@ -1,0 +1,44 @@
+"""Records sorted into the cells of the paper that they fill; once, since all tables and claims ask."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+from .paper import CELLS
+from .records import Record, summarise
+
+Spread = Mapping[str, Any] | None  # {"mean", "std", "n"}; None: not measured
+Records = Union[Sequence[Record], "Evidence"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What there is for every cell."""
+
+    records: Sequence[Record]
+    cells: Mapping[str, Mapping[str, Any]]  # by id, as `summarise` describes them, in the paper's order
+
+    @classmethod
+    def of(cls, records: Records) -> "Evidence":
+        """Sort records; what is sorted already stays as it is."""
+        if isinstance(records, Evidence):
+            return records
+        return cls(records, {row["id"]: row for row in summarise(CELLS, records)})
+
+    def error(self, cell: str, key: str = "top1") -> Spread:
+        """Mean, deviation and number of the runs in a cell."""
+        ours = self.cells[cell]["ours"]
+        return None if ours is None else ours[key]
+
+    def standing(self, cell: str) -> list[Record]:
+        """The records that a cell's numbers are made from, by seed."""
+        files = {record.file_name: record for record in self.records}
+        return [files[name] for name in self.cells[cell]["records"]]
+
+    def in_figure(self, figure: str) -> list[Record]:
+        """The records of a figure's panel, such as "fig1a"."""
+        return list(_unique(r for cell in CELLS if cell.where[0] == figure for r in self.standing(cell.id)))
+
+
+def _unique(records: Iterable[Record]) -> Iterable[Record]:
+    return {record.file_name: record for record in records}.values()

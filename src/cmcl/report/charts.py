@@ -1,0 +1,198 @@
+"""The charts of records: altair in, Vega-Lite out, with the numbers of each as a table.
+
+A figure is a row of small panels, which the page lays out by its width. M members, C classes.
+"""
+
+from collections.abc import Sequence
+
+from ..experiments.records import Record
+from ..experiments.specialists import median_entropy, pooled, specialisation
+from .drawing import (
+    Figure,
+    Point,
+    altair,
+    colour,
+    dash,
+    methods_of,
+    named,
+    number,
+    panel,
+    percent,
+    series,
+    tips,
+)
+from .tables import Column, Table, Value
+from .themes import TURN
+from .words import CLASSES, data_name
+
+
+def heat_maps(
+    id: str, title: str, records: Sequence[tuple[str, Record]], classes: list[str] | None = None
+) -> Figure:
+    """Figure 1: each member's accuracy on each class."""
+    alt = altair()
+    panels, rows = [], []
+    for label, record in records:
+        names = (
+            classes or CLASSES.get(record.recipe["data"]) or list(map(str, range(len(record.classwise[0]))))
+        )
+        points = [
+            {"class": names[c] if c < len(names) else str(c), "member": m + 1, "accuracy": value}
+            for m, row in enumerate(record.classwise)
+            for c, value in enumerate(row)
+            if value is not None
+        ]
+        base = alt.Chart(alt.Data(values=points)).encode(
+            x=alt.X("member:O", title="member", axis=alt.Axis(labelAngle=0)),
+            y=alt.Y("class:N", title=None, sort=names, axis=alt.Axis(labelOverlap=True)),
+            tooltip=["class:N", "member:O", alt.Tooltip("accuracy:Q", format=".1f", title="accuracy, %")],
+        )
+        shade = alt.Color("accuracy:Q", scale=alt.Scale(domain=[0, 100], interpolate="rgb"), legend=None)
+        ink = alt.condition(f"datum.accuracy > {TURN}", alt.value("@on-high"), alt.value("@on-low"))
+        text = base.mark_text(fontSize=11).encode(text=alt.Text("accuracy:Q", format=".0f"), color=ink)
+        cells, count = base.mark_rect().encode(color=shade), len(record.classwise[0])
+        roomy = count * ROW <= TALLEST  # else the numbers have no room in their cells
+        panels.append(panel(label, cells + text if roomy else alt.layer(cells), min(count * ROW, TALLEST)))
+        rows.append([Value(label), number(specialisation(record), 1)])
+    numbers = Table(
+        f"{id}-numbers",
+        "Points between the best and the worst member of a class, mean over the classes",
+        [Column("Run", numeric=False), Column("Points")],
+        rows,
+    )
+    caption = "Accuracy of each member on each class, in percent. Specialists have light and dark cells."
+    return Figure(id, title, caption, panels, numbers, scale=("0 %", "100 %"))
+
+
+ROW, TALLEST = 24, 720  # pixels: a class of a heat map, and all of them
+GROUPS = (("specialised", "own classes"), ("other", "other classes"), ("test", "test images"))
+
+
+def entropies(id: str, title: str, records: Sequence[tuple[str, Record]]) -> Figure:
+    """Figure 2: how unsure the members are of their own classes, of others, and of what they never saw."""
+    alt = altair()
+    panels, rows, used = [], [], []
+    for label, record in records:
+        top, points = record.entropy["largest"], []
+        for key, name in (*GROUPS, ("outside", data_name(record.outside))):
+            histogram = pooled(record, key)
+            if not sum(histogram):
+                continue
+            used.append(name)
+            width = top / len(histogram)
+            points += [
+                {"from": round(i * width, 3), "to": round((i + 1) * width, 3), "group": name, "share": share}
+                for i, count in enumerate(histogram)
+                if (share := round(100 * count / sum(histogram), 2)) or i % 10 == 0
+            ]
+            rows.append([Value(label), Value(name), number(100 * (median_entropy(histogram) or 0), 0)])
+        legend = series(used)
+        chart = (
+            alt.Chart(alt.Data(values=points))
+            .mark_bar(opacity=0.55, binSpacing=0)
+            .encode(
+                x=alt.X("from:Q", bin="binned", title="entropy, nats", scale=alt.Scale(domain=[0, top])),
+                x2="to:Q",
+                y=alt.Y("share:Q", stack=None, title="share, %"),
+                color=colour("group", legend),
+                tooltip=[
+                    *(
+                        "group:N",
+                        alt.Tooltip("from:Q", title="entropy from"),
+                        alt.Tooltip("to:Q", title="to"),
+                    ),
+                    alt.Tooltip("share:Q", title="share, %"),
+                ],
+            )
+        )
+        panels.append(panel(label, chart, 190))
+    numbers = Table(
+        f"{id}-numbers",
+        "Median entropy as a share of the largest",
+        [Column("Run", numeric=False), Column("Images", numeric=False), Column("Median, %")],
+        rows,
+        keys=2,
+    )
+    caption = "Entropy of the members' answers, all members together. Left is sure, right is silent."
+    if GROUPS[0][1] in used:
+        caption += " Own classes: those on which a member is right for more than 90 % of the images."
+    return Figure(id, title, caption, panels, numbers, legend=series(used))
+
+
+def reliability(id: str, title: str, records: Sequence[tuple[str, Record]]) -> Figure:
+    """Whether answers given with 80 % confidence are right in 80 % of the cases."""
+    alt = altair()
+    points: list[Point] = []
+    names = named(records)
+    for label, record in records:
+        bins = record.calibration["reliability"]
+        columns = zip(bins["count"], bins["confidence"], bins["accuracy"], strict=True)
+        points += [
+            {"run": names[label], "label": label, "images": n, "confidence": c, "accuracy": a}
+            for n, c, a in columns
+            if n and c is not None and a is not None
+        ]
+    legend = methods_of(records)
+    ideal = alt.Chart(alt.Data(values=[{"x": 0, "y": 0}, {"x": 100, "y": 100}])).mark_line(
+        color="@edge", strokeDash=[3, 3], strokeWidth=1
+    )
+    chart = alt.Chart(alt.Data(values=points)).encode(
+        x=alt.X("confidence:Q", title="confidence, %", scale=alt.Scale(domain=[0, 100])),
+        y=alt.Y("accuracy:Q", title="accuracy, %", scale=alt.Scale(domain=[0, 100])),
+        color=colour("run", legend),
+        detail="label:N",
+        tooltip=["label:N", "images:Q", *tips(confidence=".1f", accuracy=".1f")],
+    )
+    points_marked = chart.mark_circle(opacity=0.9).encode(
+        size=alt.Size("images:Q", legend=None, scale=alt.Scale(range=[15, 160]))
+    )
+    drawn = ideal.encode(x="x:Q", y="y:Q") + chart.mark_line(strokeWidth=1.5) + points_marked
+    rows = [[Value(label), number(record.calibration["ece"], 2)] for label, record in records]
+    numbers = Table(
+        f"{id}-numbers",
+        "Expected calibration error",
+        [Column("Run", numeric=False), Column("ECE, %")],
+        rows,
+    )
+    caption = (
+        "Confidence of the averaged answer against how often it is right; a circle's size tells how many "
+        "images. On the dotted line confidence is honest; above it, too modest; below it, too bold."
+    )
+    return Figure(id, title, caption, [panel("", drawn, 260)], numbers, legend=legend)
+
+
+def risk_coverage(id: str, title: str, records: Sequence[tuple[str, Record]]) -> Figure:
+    """What is gained by not answering where the ensemble is unsure."""
+    alt = altair()
+    points: list[Point] = []
+    rows, names = [], named(records)
+    for label, record in records:
+        risks = record.calibration["risk_coverage"]
+        points += [
+            {
+                "run": names[label],
+                "label": label,
+                "coverage": 100 * (i + 1) // len(risks),
+                "error": round(risk, 3),
+            }
+            for i, risk in enumerate(risks)
+        ]
+        at = [risks[max(0, round(len(risks) * share) - 1)] for share in (0.5, 0.8, 0.9, 1)]
+        rows.append([Value(label), *(number(risk, 2) for risk in at)])
+    legend = methods_of(records)
+    chart = (
+        alt.Chart(alt.Data(values=points))
+        .mark_line(strokeWidth=2)
+        .encode(
+            x=alt.X("coverage:Q", title="answered, %", axis=alt.Axis(tickCount=5)),
+            y=percent("error", "error among them, %", [point["error"] for point in points]),
+            color=colour("run", legend),
+            strokeDash=dash("run", legend),
+            detail="label:N",
+            tooltip=["label:N", "coverage:Q", alt.Tooltip("error:Q", format=".2f", title="error, %")],
+        )
+    )
+    columns = [Column("Run", numeric=False), *(Column(f"{share} % answered") for share in (50, 80, 90, 100))]
+    numbers = Table(f"{id}-numbers", "Error among the most confident answers, %", columns, rows)
+    caption = "Error among the most confident answers, when only so many of the images are answered at all."
+    return Figure(id, title, caption, [panel("", chart, 260)], numbers, legend=legend)

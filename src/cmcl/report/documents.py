@@ -1,0 +1,77 @@
+"""`python -m cmcl.report.documents README.md ... [--check]`: tables in documents, from results/.
+
+A document has regions, `<!-- cmcl:headline -->` to `<!-- cmcl:end -->`; what stands between is written here.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..experiments.claims import judge
+from ..experiments.evidence import Evidence, Records
+from ..experiments.records import load_records
+from . import story
+from .tables import claims_markdown, headline, paper_markdown
+
+REGIONS: dict[str, Callable[[Evidence], str]] = {
+    "headline": headline,
+    "table1": lambda records: paper_markdown(1, records),
+    "table2": lambda records: paper_markdown(2, records),
+    "table3": lambda records: paper_markdown(3, records),
+    "claims": claims_markdown,
+    "finding": story.of_the_paper,
+    "coverage": lambda records: story.how_far(records, judge(records)),
+}
+# At the start of a line: an indented one is an example.
+OPEN, CLOSE = re.compile(r"^<!-- cmcl:(?!end\b)(\S+) -->$", re.MULTILINE), "<!-- cmcl:end -->"
+
+
+def refresh(path: str | Path, records: Records, check: bool = False) -> bool:
+    """Fill a document's regions from records; returns whether it was stale.
+
+    Args:
+        path: the document.
+        records: what to fill in.
+        check: only look, write nothing.
+    """
+    path = Path(path)
+    before = path.read_text(encoding="utf-8")
+    after = filled(before, records, path.name)
+    if before != after and not check:
+        path.write_text(after, encoding="utf-8")
+    return before != after
+
+
+def filled(text: str, records: Records, name: str = "the document") -> str:
+    """The text with its regions written anew."""
+    evidence = Evidence.of(records)
+    head, *regions = OPEN.split(text)  # text, then alternating: name, what follows
+    parts = [head]
+    for region, follows in zip(regions[::2], regions[1::2], strict=True):
+        if region not in REGIONS:
+            raise ValueError(f"regions of {name} must be one of {', '.join(REGIONS)}. Got {region!r}.")
+        _, closed, rest = follows.partition(f"\n{CLOSE}")
+        if not closed:
+            raise ValueError(f"region {region} of {name} must end with {CLOSE}. Got no such line. Add it.")
+        parts.append(f"<!-- cmcl:{region} -->\n{REGIONS[region](evidence)}\n{CLOSE}{rest}")
+    return "".join(parts)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Refresh or check; exit code 1 if a checked document is stale."""
+    parser = argparse.ArgumentParser(prog="python -m cmcl.report.documents", description=__doc__)
+    parser.add_argument("documents", nargs="+", type=Path)
+    parser.add_argument("--results", type=Path, default=Path("results"), help="has the records/")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if one is stale")
+    asked = parser.parse_args(words)
+    records = Evidence.of(load_records(asked.results))
+    stale = [path for path in asked.documents if refresh(path, records, asked.check)]
+    for path in stale:
+        sys.stdout.write(f"{path}: {'stale' if asked.check else 'written'}\n")
+    return 1 if stale and asked.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The report as Markdown: the tables, for a README."""
+
+from ..experiments.claims import judge
+from . import story
+from .gather import Material
+from .tables import claims_markdown, escaped, headline, markdown, paper_markdown, summary_table
+
+
+def render(material: Material) -> str:
+    """All tables that there is material for."""
+    parts: list[str] = []
+    if material.paper:
+        records = material.evidence
+        verdicts = judge(records)
+        parts += [
+            "## Results",
+            story.of_the_paper(records),
+            story.how_far(records, verdicts),
+            headline(records),
+        ]
+        for number in (1, 2, 3):
+            parts += [f"## Table {number}", paper_markdown(number, records)]
+        parts += ["## Claims", claims_markdown(records)]
+    if own := [run.record for run in material.runs if run.record]:
+        labels = {run.record.file_name: run.label for run in material.runs if run.record}
+        table = summary_table(own, labels)
+        parts += ["## Runs", *map(escaped, story.of_runs(own)), markdown(table), table.note]
+    if material.notes:
+        notes = "\n".join(f"- {escaped(note)}" for note in material.notes)
+        parts += ["## Not everything could be read", notes]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,227 @@
+"""The tables: the paper's with ours beside them, and a summary of all records. Errors are in percent."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from ..experiments.claims import judge
+from ..experiments.evidence import Evidence, Records
+from ..experiments.paper import CELLS, TARGETS, Cell
+from ..experiments.records import Record
+from .words import DATA, METHODS, NETWORKS, method_of, spread
+
+Summary = Mapping[str, Any]  # as `summarise` returns it
+
+
+@dataclass(frozen=True)
+class Value:
+    """One cell of a table."""
+
+    text: str
+    sort: float | None = None  # to sort by, if not by the text
+    agrees: bool | None = None  # with the paper, where that is asked
+    link: str | None = None  # name of the recipe whose records are behind it
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """The head of a column; neighbours of one `group` get a common head."""
+
+    title: str
+    group: str = ""
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of values under columns."""
+
+    id: str
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Value]]
+    note: str = ""
+    keys: int = field(default=1)  # columns that name a row
+
+
+NOT_MEASURED = Value("not measured", missing=True)
+SAME_SIDE = (
+    "✓: ours lies on the same side of IE as the paper's number does; ✗: it does not. "
+    "Mean ± standard deviation over n runs with different seeds."
+)
+
+
+def paper_tables(records: Records) -> list[Table]:
+    """Tables 1 to 3."""
+    found = Evidence.of(records).cells
+    keys = {
+        "table1": ("Method",),
+        "table2": ("Members", "Method", "K"),
+        "table3": ("Network", "Data", "Method"),
+    }
+    return [_paper_table(name, keys[name], found) for name in keys]
+
+
+def _paper_table(name: str, keys: tuple[str, ...], found: Mapping[str, Summary]) -> Table:
+    columns = [Column(key, numeric=False) for key in keys]
+    for title in ("Oracle error, %", "Top-1 error, %"):
+        columns += [Column(word, title) for word in ("paper", "ours", "diff.")]
+    columns.append(Column("n"))
+    cells = [cell for cell in CELLS if cell.where[0] == name]
+    if name == "table2":  # all of five members, then all of ten
+        cells.sort(key=lambda cell: cell.where[2] == "m10")
+    if name == "table3":  # by network, then by data
+        cells.sort(key=lambda cell: (list(NETWORKS).index(cell.where[1]), cell.where[3]))
+    rows = []
+    for cell in cells:
+        own, rival = found[cell.id], found[_rival(cell)]
+        row = [Value(text) for text in _keys(cell)]
+        for key in ("oracle", "top1"):
+            row += _compared(own, rival, key)
+        rows.append([*row, _count(own)])
+    number = name.removeprefix("table")
+    caption = f"Table {number}. {TARGETS[name]['caption']}"
+    return Table(name, caption, columns, rows, note=SAME_SIDE, keys=len(keys))
+
+
+def _keys(cell: Cell) -> tuple[str, ...]:
+    if cell.where[0] == "table1":
+        method, *marks = cell.where[1].split("-")
+        words = {"sharing": "feature sharing", "sampled": "stochastic labels"}
+        return (" + ".join([METHODS[method], *(words[mark] for mark in marks)]),)
+    if cell.where[0] == "table2":
+        method, _, k = cell.where[1].partition("-k")
+        return cell.where[2].replace("m", "M="), METHODS[method], f"K={k}" if k else "–"
+    _, network, method, data = cell.where
+    return NETWORKS[network], DATA[data], METHODS[method]
+
+
+def _rival(cell: Cell) -> str:
+    """The independent ensemble that a cell is compared with."""
+    same = [(*cell.where[:1], "ie", *cell.where[2:])]
+    if cell.where[0] == "table3":
+        same = [(*cell.where[:2], "ie", *cell.where[3:])]
+    return next(other.id for other in CELLS if other.where in same)
+
+
+def _compared(own: Summary, rival: Summary, key: str) -> list[Value]:
+    """The paper's number, ours, and the difference."""
+    printed, ours = own["paper"][key], own["ours"]
+    paper = Value(f"{printed:.2f}", printed)
+    if ours is None:
+        partial = f"{len(own['partial'])} partial" if own["partial"] else ""
+        missing = Value(partial, link=own["recipe"], missing=True) if partial else NOT_MEASURED
+        return [paper, missing, Value("–", missing=True)]
+    mean = ours[key]["mean"]
+    value = Value(spread(ours[key]), mean, _agrees(own, rival, key), own["recipe"])
+    return [paper, value, Value(_signed(mean - printed), mean - printed)]
+
+
+def _agrees(own: Summary, rival: Summary, key: str) -> bool | None:
+    """Whether ours lies on the side of IE where the paper's number lies; None for IE itself, and for ties."""
+    if rival["ours"] is None or own["id"] == rival["id"]:
+        return None
+    printed = own["paper"][key] - rival["paper"][key]
+    return (
+        None if not printed else bool((own["ours"][key]["mean"] - rival["ours"][key]["mean"]) * printed > 0)
+    )
+
+
+def _count(own: Summary) -> Value:
+    n = 0 if own["ours"] is None else own["ours"]["top1"]["n"]
+    return Value(str(n), n, link=own["recipe"] if n else None)
+
+
+def _signed(value: float) -> str:
+    text = f"{value:+.2f}".replace("-", "−")
+    return "0.00" if text[1:] == "0.00" else text
+
+
+def headline_table(records: Records) -> Table:
+    """ResNet-20 on CIFAR-10 and SVHN: what the paper's abstract is about."""
+    found = Evidence.of(records).cells
+    columns = [Column("Method", numeric=False)]
+    columns += [
+        Column(word, f"{DATA[data]}, %") for data in ("cifar10", "svhn") for word in ("paper", "ours", "n")
+    ]
+    rows = []
+    for method in METHODS:
+        row = [Value(METHODS[method])]
+        for data in ("cifar10", "svhn"):
+            own = found[f"table3/{data}-resnet20-{method}"]
+            paper, ours, _ = _compared(own, found[f"table3/{data}-resnet20-ie"], "top1")
+            row += [paper, ours, _count(own)]
+        rows.append(row)
+    return Table("headline", "Top-1 error of five ResNet-20", columns, rows, note=SAME_SIDE)
+
+
+def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = None) -> Table:
+    """Every record in a row."""
+    columns = [Column("Run", numeric=False)]
+    columns += [Column(title) for title in ("Top-1, %", "Oracle, %", "Member, %", "ECE, %")]
+    columns += [Column("Method", numeric=False), Column("Data", numeric=False)]
+    columns += [Column("Seed"), Column("Seconds")]
+    rows = []
+    for record in records:
+        errors = record.errors["expected"]
+        numbers = (errors["top1"], errors["oracle"], fmean(record.members), record.calibration["ece"])
+        name = (labels or {}).get(record.file_name, record.name)
+        recipe = record.recipe
+        row = [Value(name + ("" if record.complete else " (partial)"), link=record.name)]
+        row += [Value(f"{number:.2f}", number) for number in numbers]
+        row += [Value(METHODS[method_of(recipe)]), Value(DATA.get(recipe["data"], str(recipe["data"])))]
+        row += [Value(str(record.seed), record.seed), Value(f"{record.seconds:,.0f}", record.seconds)]
+        rows.append(row)
+    note = (
+        "Top-1: the ensemble's answer; for segmentation, the most confident member's. Oracle: the best "
+        "member's for each image. Member: the mean member's. ECE: expected calibration error."
+    )
+    return Table("summary", "Errors on the test set", columns, rows, note=note)
+
+
+def markdown(table: Table) -> str:
+    """A table in Markdown."""
+    heads = [f"{column.group.removesuffix(', %')}: {column.title}".lstrip(": ") for column in table.columns]
+    aligned = ["--:" if column.numeric else "---" for column in table.columns]
+    lines = [_line(heads), f"|{'|'.join(aligned)}|"]
+    lines += [_line([_marked(value) for value in row]) for row in table.rows]
+    return "\n".join(lines)
+
+
+def _line(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(escaped(text) for text in texts) + " |"
+
+
+def escaped(text: str) -> str:
+    """A text in Markdown, on one line, whose signs are only signs."""
+    for sign in "\\|<>`*_[":
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.split())
+
+
+def _marked(value: Value) -> str:
+    mark = {True: " ✓", False: " ✗", None: ""}[value.agrees]
+    return value.text + mark
+
+
+def headline(records: Records) -> str:
+    """The headline table in Markdown."""
+    table = headline_table(records)
+    return f"{markdown(table)}\n\n{table.caption}, %. {table.note}"
+
+
+def paper_markdown(number: int, records: Records) -> str:
+    """One of the paper's tables in Markdown, with its caption."""
+    table = paper_tables(records)[number - 1]
+    return f"{markdown(table)}\n\n{table.caption}. Errors in percent. {table.note}"
+
+
+def claims_markdown(records: Records) -> str:
+    """Every claim with its verdict."""
+    lines = ["| where | claim | verdict | measured |", "|---|---|---|---|"]
+    for verdict in judge(records):
+        found = "; ".join(f"{part.text}: {part.status}, {part.found}" for part in verdict.parts if part.found)
+        lines.append(_line([verdict.where, verdict.claim, verdict.status, found or "–"]))
+    return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""How methods, networks and data sets are called in front of people."""
+
+from collections.abc import Mapping
+from typing import Any
+
+METHODS = {"single": "single network", "ie": "IE", "mcl": "MCL", "cmcl": "CMCL"}
+LONG = {
+    "single": "a single network",
+    "ie": "an independent ensemble (IE)",
+    "mcl": "multiple choice learning (MCL)",
+    "cmcl": "CMCL",
+}
+NETWORKS = {
+    "cnn": "small CNN",
+    "vggnet17": "VGGNet-17",
+    "googlenet18": "GoogLeNet-18",
+    "resnet20": "ResNet-20",
+    "fcn": "FCN",
+}
+DATA = {"cifar10": "CIFAR-10", "svhn": "SVHN", "icoseg": "iCoseg"}
+CLASSES = {  # records hold numbers; galleries hold names
+    "cifar10": ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"],
+    "svhn": ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"],
+    "icoseg": ["background", "foreground"],
+}
+COUNTS = {2: "two", 3: "three", 4: "four", 5: "five", 10: "ten"}
+
+
+def method_of(recipe: Mapping[str, Any]) -> str:
+    """A key of `METHODS`: one member alone is no ensemble."""
+    return "single" if recipe.get("members") == 1 else str(recipe["method"])
+
+
+def data_name(name: str | None) -> str:
+    """Of a data set."""
+    return DATA.get(name or "", name or "own data")
+
+
+def spread(found: Mapping[str, Any], digits: int = 2) -> str:
+    """Mean, and the deviation where there is one."""
+    mean = f"{found['mean']:.{digits}f}"
+    return mean if found["std"] is None else f"{mean} ± {found['std']:.{digits}f}"
