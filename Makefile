@@ -6,7 +6,7 @@ READY := .venv/.ready
 .PHONY: demo test test-slow test-browser lint documents constraints clean
 
 demo: $(READY)           ## the main job on data that needs no download
-	$(BIN)/python examples/digits.py
+	$(BIN)/cmcl demo
 
 test: $(READY)           ## the tests, fast enough to be run all the time
 	$(BIN)/python -m pytest

@@ -1,9 +1,26 @@
 """For all tests."""
 
+import sys
+
 import pytest
+
+from cmcl import cli
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory, monkeypatch):
     """What is preprocessed goes to a folder of this test run, never to the user's."""
     monkeypatch.setenv("CMCL_CACHE", str(tmp_path_factory.getbasetemp() / "cmcl-cache"))
+
+
+@pytest.fixture
+def cmcl(capsys, monkeypatch):
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["cmcl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        return stopped.value.code, *capsys.readouterr()
+
+    return run

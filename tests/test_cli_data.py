@@ -1,28 +1,10 @@
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cmcl import cli
-
-SOURCE = str(Path(__file__).parents[1] / "src")
-
-
-@pytest.fixture
-def cmcl(capsys, monkeypatch):
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["cmcl", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        return stopped.value.code, *capsys.readouterr()
-
-    return run
 
 
 def test_list(cmcl):
@@ -128,20 +110,6 @@ def test_a_bug_is_not_called_a_mistake(monkeypatch):
     monkeypatch.setattr(cli, "app", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main()
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["data", "--help"], ["data", "list"]])
-def test_help_and_list_load_nothing_heavy(arguments):
-    code = (
-        "import sys; sys.argv = ['cmcl', *sys.argv[1:]]\n"
-        "from cmcl.cli import main\n"
-        "try: main()\n"
-        "finally: print('heavy:', sorted({'torch', 'numpy', 'scipy', 'PIL', 'sklearn', 'pooch'} & set(sys.modules)))"
-    )
-    command = [sys.executable, "-c", code, *arguments]
-    env = os.environ | {"PYTHONPATH": SOURCE}
-    result = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert result.stdout.splitlines()[-1] == "heavy: []"
 
 
 def test_float_values_survive_json(cmcl, tmp_path):

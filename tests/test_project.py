@@ -89,13 +89,3 @@ def test_links_in_documents_lead_somewhere():
     for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http|#)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
-
-
-def test_the_example_runs():
-    """In small: its own parts, not its minute of training."""
-    namespace = {"__name__": "example"}
-    exec(compile((ROOT / "examples" / "digits.py").read_text(), "digits.py", "exec"), namespace)
-    images, labels, *_ = namespace["data"](0)
-    namespace["track"] = lambda epochs, _: range(1)
-    for method in ("IE", "MCL", "CMCL"):
-        assert len(namespace["train"](method, images, labels, 0).members) == 5

@@ -10,6 +10,7 @@ import pytest
 
 import cmcl
 from cmcl import Recipe
+from cmcl.experiments import find
 
 BASE = Recipe(epochs=10)
 
@@ -20,6 +21,7 @@ BASE = Recipe(epochs=10)
         (dict(method="dropout"), "method must be one of 'ie', 'mcl', 'cmcl'. Got 'dropout'."),
         (dict(optimizer="lion"), "optimizer must be one of 'sgd', 'adam', 'adamw'. Got 'lion'."),
         (dict(labels="smooth"), "labels must be one of 'exact', 'sampled'. Got 'smooth'."),
+        (dict(examples=0), "examples must be 1 or more. Got 0."),
         (dict(members=0, overlap=0), "members must be 1 or more. Got 0."),
         (dict(overlap=0), "overlap must be between 1 and 5. Got 0."),
         (dict(overlap=6), "overlap must be between 1 and 5. Got 6."),
@@ -55,6 +57,7 @@ def test_rules(changes, message):
 @pytest.mark.parametrize(
     "changes",
     [
+        dict(examples=1),
         dict(members=1),
         dict(overlap=5),
         dict(beta=0.0),
@@ -81,6 +84,10 @@ class TestLength:
 
     def test_steps(self):
         assert Recipe(steps=7).total_steps(1000) == 7
+
+    def test_fewer_examples(self):
+        assert Recipe(epochs=2, batch_size=100, examples=300).total_steps(1000) == 6
+        assert Recipe(epochs=2, batch_size=100, examples=3000).total_steps(1000) == 20
 
     def test_a_batch_size_of_the_datas_own(self):
         assert Recipe(epochs=2, batch_size=128).total_steps(320, batch_size=32) == 20
@@ -151,6 +158,7 @@ class TestHash:
             dict(),
             dict(data="cifar10"),
             dict(preprocess="gcn_zca"),
+            dict(examples=300),
             dict(network="resnet20"),
             dict(network_options={"classes": 7}),
             dict(method="ie"),
@@ -182,6 +190,17 @@ class TestHash:
         ]
         hashes = [replace(BASE, **change).hash for change in changes]
         assert len(set(hashes)) == len(changes)
+
+    def test_records_still_match_their_recipes(self):
+        """A changed hash orphans records: whatever is added to a recipe, those it does not concern keep theirs."""
+        root = Path(__file__).parents[1]
+        records = [*(root / "results" / "records").glob("*.json"), *root.glob("zoo/*/record.json")]
+        assert records
+        for path in records:
+            record = json.loads(path.read_text())
+            assert Recipe.from_json(record["recipe"]).hash == record["recipe_hash"], path.name
+            if record["full_length"]:
+                assert find(record["name"]).hash == record["recipe_hash"], path.name
 
     def test_the_same_in_another_process(self):
         """Not Python's own hash, which is salted; and it needs no torch."""
@@ -216,6 +235,13 @@ class TestJson:
             ValueError, match="recipe fields must be known to this version. Got speed, wings."
         ):
             Recipe.from_json({**BASE.to_json(), "wings": 2, "speed": 9})
+
+    def test_as_before_there_were_examples(self):
+        """Or runs of an earlier version could not be resumed."""
+        assert "examples" not in BASE.to_json()
+        few = replace(BASE, examples=300)
+        assert few.to_json()["examples"] == 300
+        assert Recipe.from_json(few.to_json()) == few
 
     def test_what_an_earlier_version_did_not_write(self):
         values = BASE.to_json()

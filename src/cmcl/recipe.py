@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -20,6 +21,7 @@ class Recipe:
 
     data: str | None = None  # name of a data set; None: the caller brings the data
     preprocess: str | None = None  # name of a fitted transform, "gcn_zca" or "mean_std"
+    examples: int | None = None  # learn from so many only, drawn evenly from the classes; None: from all
     network: str | None = None  # name of a network of ours; None: the caller brings the ensemble
     network_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,6 +62,7 @@ class Recipe:
     def _rules(self) -> list[tuple[bool, str, object]]:
         length, divides = self.epochs or self.steps or 0, self.batch_size % max(self.accumulate, 1) == 0
         return [
+            (self.examples is None or self.examples >= 1, "examples must be 1 or more", self.examples),
             (self.members >= 1, "members must be 1 or more", self.members),
             (
                 1 <= self.overlap <= self.members,
@@ -98,6 +101,7 @@ class Recipe:
         """Steps of the whole run on so many training examples; a DataLoader has a batch size of its own."""
         if self.steps is not None:
             return self.steps
+        examples = min(examples, self.examples or examples)
         assert self.epochs is not None  # __post_init__ saw to it
         return math.ceil(self.epochs * examples / (batch_size or self.batch_size))
 
@@ -110,8 +114,10 @@ class Recipe:
         return lr
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON values."""
+        """All fields as JSON values; `examples` only where it is set, as before there was such a field."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        if self.examples is None:  # or no run of an earlier version could be resumed
+            del values["examples"]
         return values
 
     @classmethod
@@ -121,7 +127,7 @@ class Recipe:
         _must(not unknown, "recipe fields must be known to this version", ", ".join(sorted(unknown)))
         return cls(**values)
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Changes when the recipe's meaning does: what is unused or has its default is left out."""
         defaults = {f.name: f.default for f in fields(self)}

@@ -1,11 +1,10 @@
 """`cmcl data`: get data sets and look at them."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 
-from .shared import Root
+from .shared import AsJson, Root, parse_pairs, print_json
 
 app = typer.Typer(help="Get data sets and look at them.", no_args_is_help=True)
 
@@ -43,27 +42,18 @@ def data_check(
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of the set itself, such as size=[32,32].")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Load a set and print counts, class histogram, channel means and deviations."""
     from ..data import check
 
-    report = check(name, root=root, validation=validation, seed=seed, options=_options(option or []))
-    typer.echo(json.dumps(report, indent=2) if as_json else _describe(report))
-
-
-def _options(pairs: list[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs; a value is JSON where it can be read so, and text otherwise."""
-    options = {}
-    for pair in pairs:
-        name, separator, value = pair.partition("=")
-        if not separator:
-            raise ValueError(f"--option must look like NAME=VALUE. Got {pair!r}.")
-        try:
-            options[name] = json.loads(value)
-        except json.JSONDecodeError:
-            options[name] = value
-    return options
+    report = check(
+        name, root=root, validation=validation, seed=seed, options=parse_pairs(option or [], "--option")
+    )
+    if as_json:
+        print_json(report)
+    else:
+        typer.echo(_describe(report))
 
 
 def _describe(report: dict[str, Any]) -> str:

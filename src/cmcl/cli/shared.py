@@ -1,10 +1,127 @@
-"""Options that several commands have."""
+"""What several commands have: options, tables, JSON, and the way a run ends."""
 
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from ..engine import Options
 
 Root = Annotated[
     Path | None, typer.Option(help="Folder that holds the sets. Default: $CMCL_DATA, then ~/.cache/cmcl.")
 ]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")]
+Precision = Annotated[str, typer.Option(help="auto, bf16 or float32.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Results = Annotated[Path, typer.Option(help="Folder whose records/ has the records.")]
+Runs = Annotated[Path, typer.Option(help="Folder of run folders.")]
+Budget = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Such as 25m: then save, and leave with exit code 3.")
+]
+
+TIME_OVER = 3  # exit code: the same command goes on
+FAILED = 1
+
+
+def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, Any]:
+    """NAME=VALUE pairs; a value is JSON where it can be read so, and text otherwise."""
+    values = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ValueError(f"{option} must look like NAME=VALUE. Got {pair!r}.")
+        try:
+            values[name] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name] = value
+    return values
+
+
+def check_device(name: str) -> str:
+    """The name of a device that is there, "auto" made one of them."""
+    import torch
+
+    from ..engine.setup import find_device
+
+    try:
+        device = find_device(name)
+    except RuntimeError:
+        raise ValueError(f"--device must be auto, cpu, cuda or cuda:1. Got {name!r}.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda must find a GPU that torch can use. Got none. Use --device cpu.")
+    return str(device)
+
+
+def engine_options(device: str, precision: str, **more: Any) -> "Options":
+    """How a run is carried out."""
+    from ..engine import Options
+
+    return Options(device=check_device(device), precision=precision, **more)
+
+
+@contextmanager
+def ending(cure: str = "the same command goes on") -> Iterator[None]:
+    """A run that was stopped leaves with exit code 3, one that diverged with 1, each with its one line."""
+    from ..engine import Diverged, Interrupted
+    from ..engine.checkpoint import FolderInUseError
+
+    try:
+        yield
+    except Interrupted as stop:
+        note(str(stop).replace("go on with resume=True (--resume)", cure))  # that is for Python
+        raise typer.Exit(TIME_OVER) from None
+    except Diverged as error:
+        note(str(error))
+        raise typer.Exit(FAILED) from None
+    except FolderInUseError as error:
+        raise ValueError(str(error)) from None
+
+
+def note(text: str) -> None:
+    """A line on stderr, where it is in no program's way."""
+    typer.echo(f"cmcl: {text}", err=True)
+
+
+def print_json(value: Any) -> None:
+    """For programs."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str | None = None) -> None:
+    """For people. A column whose name begins with ">" holds numbers; None is shown as a dash."""
+    heads = [name.removeprefix(">") for name in columns]
+    right = [name.startswith(">") for name in columns]
+    cells = [["-" if value is None else str(value) for value in row] for row in rows]
+    if sys.stdout.isatty():
+        _print_rich(heads, right, cells, title)
+        return
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    for row in (heads, *cells) if title is None else ([title], heads, *cells):
+        padded = [f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(row, widths, right, strict=False)]
+        typer.echo("  ".join(padded).rstrip())
+
+
+def _print_rich(heads: list[str], right: list[bool], cells: list[list[str]], title: str | None) -> None:
+    """As wide as the terminal. The first column has the name, to be copied: the others shrink before it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, table = Console(highlight=False, markup=False), Table(box=None, pad_edge=False)
+    for i, (head, numbers) in enumerate(zip(heads, right, strict=True)):
+        table.add_column(head, justify="right" if numbers else "left", no_wrap=i == 0)
+    for row in cells:
+        table.add_row(*row)
+    if title is not None:
+        console.print(title, style="bold")
+    console.print(table)
+
+
+def number(value: float | None, digits: int = 2) -> str | None:
+    """A number for a table."""
+    return None if value is None else f"{value:.{digits}f}"

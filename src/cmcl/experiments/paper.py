@@ -12,7 +12,7 @@ from typing import Any
 
 from ..data.files import nearest
 from ..recipe import Recipe
-from .recipes import RECIPES, table2_name
+from .recipes import HELD_OUT, find, grid, table2_name
 
 TARGETS: dict[str, Any] = json.loads((Path(__file__).parent / "targets.json").read_text(encoding="utf-8"))
 
@@ -30,7 +30,7 @@ class Cell:
     @property
     def recipe(self) -> Recipe:
         """What to train."""
-        return RECIPES[self.name]
+        return find(self.name)
 
 
 def select(words: Sequence[str]) -> list[Cell]:
@@ -42,6 +42,20 @@ def select(words: Sequence[str]) -> list[Cell]:
             cure = nearest(word, valid) if get_close_matches(word, valid) else nearest("", valid[:9])
             raise ValueError(f"cells must be those of a table or figure, or ids. Got {word!r}. {cure}")
     return [cell for cell in CELLS if set(names[cell]) & set(words)]
+
+
+def search(cells: Sequence[Cell], *, on_test: bool = False) -> dict[str, list[Cell]]:
+    """For every CMCL recipe of these cells, a cell for each beta and K that the paper tried.
+
+    Part of the training set is held out to choose by; with `on_test` nothing is, and the choice is made on
+    the test set, as the paper made it. Such recipes have it in their names.
+    """
+    names = dict.fromkeys(cell.name for cell in cells if cell.recipe.method == "cmcl")
+    held_out = 0.0 if on_test else HELD_OUT
+    return {
+        name: [Cell(f"search/{one}", one, ("search", name)) for one in grid(name, validation=held_out)]
+        for name in names
+    }
 
 
 def _cells() -> Iterator[Cell]:

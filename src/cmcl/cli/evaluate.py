@@ -1,0 +1,126 @@
+"""`cmcl evaluate`: the errors of a trained ensemble, and how it takes what it has never seen.
+
+M members, N images, C classes.
+"""
+
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .runs import data_of, find_ensembles, label_of
+from .shared import AsJson, Device, Root, check_device, number, parse_pairs, print_json, print_table
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..data.dataset import Dataset
+    from ..ensemble import Ensemble
+
+COLUMNS = {  # what is measured -> its column
+    "top1": ">top-1 %",
+    "oracle": ">oracle %",
+    "member": ">members alone %",
+    "ece": ">ECE %",
+    "entropy": ">entropy",
+    "ood_entropy": ">entropy, unseen",
+    "auroc": ">AUROC",
+}
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a saved ensemble.")],
+    root: Root = None,
+    ood: Annotated[
+        str | None, typer.Option(metavar="SET", help="A set of another kind, such as svhn.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(metavar="SET", help="Instead of the run's own set.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of --data, such as size=[32,32].")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="The first so many images of each set only.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 250,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure a trained ensemble on test images.
+
+    Errors and calibration in percent, entropy in nats. With --ood also the entropy on images of another kind,
+    and how well it tells the two apart (AUROC).
+    """
+    from ..data import load
+
+    places = find_ensembles(run)
+    name = data or data_of(places[0])
+    if name is None:
+        raise ValueError(f"--data must name the set to test on: {run} does not say what it was trained on.")
+    device = check_device(device)
+    test = load(name, split="test", root=root, **parse_pairs(option or [], "--option"))
+    outside = None if ood is None else load(ood, split="test", root=root)
+    sets = [None if one is None else one[:limit] for one in (test, outside)]
+    results = [_measure(place, sets[0], sets[1], root, device, batch_size) for place in places]
+    keys = [key for key in COLUMNS if key in results[0]]
+    whole: dict[str, Any] = {
+        "run": str(run),
+        "data": name,
+        "examples": len(sets[0] or ()),
+        "ood": ood,
+        **{key: round(fmean(result[key] for result in results), 6) for key in keys},
+        "ensembles": [
+            {"ensemble": str(place)} | result for place, result in zip(places, results, strict=True)
+        ],
+    }
+    if as_json:
+        print_json(whole)
+        return
+    rows = [[label_of(p), *(number(r[key]) for key in keys)] for p, r in zip(places, results, strict=True)]
+    rows += [["mean", *(number(whole[key]) for key in keys)]] if len(rows) > 1 else []
+    part = "" if limit is None or limit >= len(test) else f" (of {len(test):,})"
+    title = f"{name}: {whole['examples']:,}{part} test images" + (f", unseen: {ood}" if ood else "")
+    print_table(("ensemble", *(COLUMNS[key] for key in keys)), rows, title=title)
+
+
+def _measure(
+    place: Path, test: "Dataset | None", outside: "Dataset | None", root: Path | None, device: str, batch: int
+) -> dict[str, float]:
+    from .. import metrics
+    from ..data.dataset import IGNORE
+    from ..data.files import data_root
+    from ..saving import load
+
+    assert test is not None
+    ensemble = load(place, device=device, root=data_root(root))
+    probs = _probs(ensemble, test, batch, label_of(place))
+    unseen = None if outside is None else _probs(ensemble, outside, batch, f"{label_of(place)}, unseen")
+    dense = test.targets.ndim > 1
+    found = metrics.summary(probs, test.targets, outside=unseen, ignore_index=IGNORE if dense else None)
+    values = {
+        "top1": 100 * found["picked_error" if dense else "top1_error"],
+        "oracle": 100 * found["oracle_error"],
+        "member": 100 * found["member_error"],
+        "ece": 100 * found["ece"],
+        "entropy": metrics.entropy(probs.mean(0), dim=1).mean().item(),
+    }
+    if unseen is not None:
+        values |= {
+            "ood_entropy": metrics.entropy(unseen.mean(0), dim=1).mean().item(),
+            "auroc": found["auroc"],
+        }
+    return {key: round(value, 6) for key, value in values.items()}
+
+
+def _probs(ensemble: "Ensemble", data: "Dataset", batch_size: int, title: str) -> "Tensor":
+    """The members' probabilities (M, N, C, ...), with a bar on a terminal."""
+    import torch
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    parts = track(
+        data.images.split(batch_size), title, console=console, disable=not sys.stderr.isatty(), transient=True
+    )
+    return torch.cat([ensemble.predict(part).member_probs.cpu() for part in parts], 1)

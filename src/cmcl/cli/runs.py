@@ -1,0 +1,71 @@
+"""Run folders and saved ensembles: what is in a folder that the user names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Shape = tuple[int, int, int]  # (C, H, W)
+
+CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+DIGITS = [str(digit) for digit in range(10)]
+FOREGROUND = ["background", "foreground"]
+# What an ensemble trained on a set takes and answers; here, so that `predict` needs no data set.
+SETS: dict[str, tuple[Shape, list[str]]] = {
+    "cifar10": ((3, 32, 32), CIFAR10),
+    "svhn": ((3, 32, 32), DIGITS),
+    "digits": ((1, 8, 8), DIGITS),
+    "icoseg": ((3, 75, 125), FOREGROUND),
+    "shapes": ((3, 64, 64), FOREGROUND),
+}
+
+
+def find_ensembles(run: Path) -> list[Path]:
+    """The saved ensembles of a run folder, one a seed; or the folder itself, if it is one."""
+    from ..data.files import nearest
+
+    for place in (run, run / "ensemble"):
+        if (place / "config.json").is_file():
+            return [place]
+    several = sorted(run.glob("seed*/ensemble"), key=lambda path: int(path.parent.name.removeprefix("seed")))
+    if several:
+        return several
+    if (run / "checkpoints").is_dir():
+        raise ValueError(f"{run} must hold a finished run. This one was interrupted: go on with --resume.")
+    beside = (
+        sorted(path.name for path in run.parent.iterdir() if path.is_dir()) if run.parent.is_dir() else []
+    )
+    cure = nearest(run.name, beside) if not run.exists() and beside else ""
+    message = f"{run} must be a run folder of `cmcl train` or a saved ensemble. Got neither. {cure}"
+    raise FileNotFoundError(message.strip())
+
+
+def data_of(ensemble: Path) -> str | None:
+    """The name of the set that an ensemble was trained on, as far as its folders tell."""
+    for folder in (ensemble, *ensemble.absolute().parents[:2]):  # seed0/ensemble lies two below recipe.json
+        if (folder / "recipe.json").is_file():
+            return _text(_read(folder / "recipe.json").get("data"))
+        if (folder / "record.json").is_file():
+            return _text(_read(folder / "record.json").get("recipe", {}).get("data"))
+    transform = _read(ensemble / "config.json").get("transform") or {}
+    recipe = (transform.get("source") or {}).get("recipe") or {}
+    return _text(recipe.get("name"))
+
+
+def label_of(ensemble: Path) -> str:
+    """What to call it: the run's name, and its seed where there are several."""
+    if ensemble.name != "ensemble":
+        return ensemble.name
+    run = ensemble.absolute().parent
+    return f"{run.parent.name}/{run.name}" if run.name.startswith("seed") else run.name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON. Got something else ({error}).") from None
+    return values if isinstance(values, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

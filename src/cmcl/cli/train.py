@@ -1,0 +1,199 @@
+"""`cmcl train`: a recipe, changed where the command says so."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import fmean
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+import typer
+
+from .shared import (
+    AsJson,
+    Budget,
+    Device,
+    Precision,
+    Quiet,
+    Root,
+    Runs,
+    ending,
+    engine_options,
+    number,
+    parse_pairs,
+    print_json,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from ..experiments.records import Record
+    from ..recipe import Recipe
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `cmcl list`.")],
+    root: Root = None,
+    out: Runs = Path("runs"),
+    seed: Annotated[int, typer.Option(help="Of weights, data order, masks and labels.")] = 0,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Train so many side by side: 5 is 0 to 4, from --seed on.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="ie, mcl or cmcl.")] = None,
+    members: Annotated[int | None, typer.Option(help="M, networks in the ensemble.")] = None,
+    overlap: Annotated[int | None, typer.Option(help="K, members that learn each example.")] = None,
+    beta: Annotated[float | None, typer.Option(help="Weight of silence.")] = None,
+    labels: Annotated[str | None, typer.Option(help="exact, or sampled: stochastic labels.")] = None,
+    sharing: Annotated[bool | None, typer.Option(help="Feature sharing.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Length, in place of the recipe's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Length, in place of the recipe's.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples a step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Learn from so many only.")] = None,
+    validation: Annotated[float | None, typer.Option(help="Share of the training set to hold out.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any other field of the recipe.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
+    budget: Budget = None,
+    results: Annotated[Path | None, typer.Option(help="Folder whose records/ gets the record too.")] = None,
+    evaluate_every: Annotated[int, typer.Option(metavar="EPOCHS", help="Look at errors on the way.")] = 0,
+    save_every: Annotated[float, typer.Option(metavar="SECONDS", help="Between checkpoints.")] = 60.0,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a recipe, measure it, and leave a run folder.
+
+    It holds recipe.json, telemetry.jsonl, checkpoints/, record.json and ensemble/, which cmcl.load takes.
+    """
+    from ..experiments.recipes import find
+
+    given = {
+        "method": method,
+        "members": members,
+        "overlap": overlap,
+        "beta": beta,
+        "labels": labels,
+        "sharing": sharing,
+        "epochs": epochs,
+        "steps": steps,
+        "batch_size": batch_size,
+        "lr": lr,
+        "examples": examples,
+        "validation": validation,
+    }
+    changes = {key: value for key, value in given.items() if value is not None}
+    base = find(recipe)
+    changed = change(base, changes | parse_pairs(setting or [], "--set"))
+    name = changed_name(recipe, base, changed)
+
+    from ..experiments.deadline import parse_budget, stopping_after
+    from ..experiments.run import run, run_folder
+
+    which = [seed] if seeds is None else list(range(seed, seed + seeds))
+    folder = run_folder(out, name, changed, which)
+    if not resume:
+        _refuse_old(folder, changed)
+    options = engine_options(
+        device, precision, quiet=quiet, evaluate_every=evaluate_every, checkpoint_seconds=save_every
+    )
+    with ending("go on with --resume"), stopping_after(None if budget is None else parse_budget(budget)):
+        records = run(changed, which, out=out, name=name, results=results, root=root, options=options)
+    _show(records, folder, as_json)
+
+
+def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
+    """The recipe with these fields; a misspelt name or a value of another kind is an error."""
+    from ..data.files import nearest
+
+    kinds = {field.name: field.type for field in fields(recipe)}
+    for name, value in changes.items():
+        if name not in kinds:
+            raise ValueError(
+                f"--set must name a field of a recipe. Got {name!r}. {nearest(name, list(kinds))}"
+            )
+        if not _is_a(value, kinds[name]):
+            raise ValueError(f"{name} must be {_kind(kinds[name])}. Got {value!r}.")
+    values = {name: _as_written(name, value, kinds[name]) for name, value in changes.items()}
+    other = {"epochs": "steps", "steps": "epochs"}  # the one length takes the other's place
+    values |= {other[name]: None for name in other if name in values and other[name] not in values}
+    return replace(recipe, **values)
+
+
+def _as_written(name: str, value: Any, kind: Any) -> Any:
+    """1 or 1.0 as recipes write it: the hash must not see a difference where there is none."""
+    if name == "epochs" and value is not None:
+        return int(value) if value == int(value) else value
+    return float(value) if kind is float else value
+
+
+def changed_name(name: str, base: "Recipe", changed: "Recipe") -> str:
+    """The recipe's name and what differs: readable, and a name for a folder. The hash tells the rest."""
+    before, after = base.to_json(), changed.to_json()
+    different = [key for key, value in after.items() if value != before.get(key) and value is not None]
+    words = [_word(key, after[key]) for key in different]
+    return "-".join([name, *words])[:100]
+
+
+def _word(key: str, value: Any) -> str:
+    """ "batchsize64"; of lists and the like the field's name alone."""
+    text = f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int | str) else ""
+    return re.sub(r"[^a-z0-9.]+", "", (key + text).lower())
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if isinstance(kind, UnionType):
+        return any(_is_a(value, one) for one in get_args(kind))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    allowed = {tuple: list, Mapping: dict}.get(get_origin(kind) or kind, kind)  # as JSON has them
+    return isinstance(value, allowed)
+
+
+def _kind(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
+    if isinstance(kind, UnionType):
+        return " or ".join(_kind(one) for one in get_args(kind))
+    return words.get(kind) or ("a JSON list" if get_origin(kind) is tuple else "a JSON object")
+
+
+def _refuse_old(folder: Path, recipe: "Recipe") -> None:
+    """What to do about a folder that holds this very run."""
+    if next(folder.glob("**/record.json"), None):
+        raise ValueError(
+            f"{folder} must be new. It holds this run, finished. Look at it with `cmcl evaluate {folder}`, "
+            "or name another --out or --seed."
+        )
+    kept = [path.name for path in (folder / "checkpoints").glob("step-*.safetensors")]
+    if kept:
+        step = max(int(name.split("-")[1]) for name in kept)
+        of = f" of {recipe.steps}" if recipe.steps else ""
+        raise ValueError(
+            f"{folder} must be new. It holds this run, interrupted at step {step}{of}. Go on with --resume, "
+            "or name another --out or --seed."
+        )
+
+
+def _show(records: "list[Record]", folder: Path, as_json: bool) -> None:
+    rows = [
+        {
+            "seed": record.seed,
+            "top1": record.errors["expected"]["top1"],
+            "oracle": record.errors["expected"]["oracle"],
+            "member": round(fmean(record.members), 6),
+            "ece": record.calibration["ece"],
+            "seconds": record.seconds,
+        }
+        for record in records
+    ]
+    if as_json:
+        print_json({"run": str(folder), "name": records[0].name, "results": rows})
+        return
+    columns = ("seed", ">top-1 %", ">oracle %", ">members alone %", ">ECE %", ">seconds")
+    title = f"{records[0].name}: errors on {records[0].test_examples:,} test images"
+    print_table(columns, [[row["seed"], *map(number, list(row.values())[1:])] for row in rows], title=title)
+    typer.echo(f"\n{folder}")

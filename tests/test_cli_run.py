@@ -1,0 +1,359 @@
+"""`cmcl train`, `evaluate`, `predict`: real runs of two steps on scikit-learn's digits."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import cmcl as package
+from cmcl.cli.runs import SETS, data_of, find_ensembles
+from cmcl.cli.train import change, changed_name
+from cmcl.experiments import find
+from cmcl.experiments.recipes import RECIPES, SHAPES
+from cmcl.experiments.run import few
+
+TINY = replace(
+    find("digits-300-cmcl"),
+    members=3,
+    overlap=2,
+    epochs=None,
+    steps=2,
+    network_options=dict(find("digits-cmcl").network_options) | {"filters": [2, 4]},
+)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(RECIPES, "tiny-cmcl", TINY)
+    monkeypatch.setitem(
+        RECIPES,
+        "tiny-shapes",
+        replace(
+            SHAPES,
+            members=2,
+            epochs=None,
+            steps=1,
+            batch_size=4,
+            examples=8,
+            network_options={"filters": [2, 2]},
+        ),
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run folder, to be looked at only."""
+    from cmcl.experiments.run import run, run_folder
+
+    out = tmp_path_factory.mktemp("runs")
+    run(TINY, (0,), out=out, name="tiny-cmcl", options=package.Options(device="cpu", quiet=True))
+    return run_folder(out, "tiny-cmcl", TINY, (0,))
+
+
+class TestTrain:
+    def test_a_run_folder(self, cmcl, tmp_path):
+        code, out, err = cmcl("train", "tiny-cmcl", "--out", tmp_path, "--json", "--quiet", "--device", "cpu")
+        found = json.loads(out)
+        assert (code, err) == (0, "")
+        folder = tmp_path / f"tiny-cmcl--{TINY.hash}--seed0"
+        assert found["run"] == str(folder)
+        (row,) = found["results"]
+        assert set(row) == {"seed", "top1", "oracle", "member", "ece", "seconds"}
+        for name in ("recipe.json", "telemetry.jsonl", "checkpoints", "record.json", "ensemble/config.json"):
+            assert (folder / name).exists(), name
+        test = package.data.load("digits", split="test")
+        scores = package.evaluate(package.load(folder / "ensemble"), test)
+        assert row["top1"] == pytest.approx(scores["top1"], abs=1e-5)
+        assert row["member"] == pytest.approx(scores["member"], abs=1e-5)
+
+    def test_what_is_there_is_not_trained_again(self, cmcl, trained, tmp_path):
+        shutil.copytree(trained, tmp_path / trained.name)
+        code, _, err = cmcl("train", "tiny-cmcl", "--out", tmp_path, "--quiet")
+        assert code == 2
+        assert "It holds this run, finished. Look at it with `cmcl evaluate" in err
+        (tmp_path / trained.name / "record.json").unlink()
+        code, _, err = cmcl("train", "tiny-cmcl", "--out", tmp_path, "--quiet")
+        assert code == 2
+        assert "interrupted at step 2 of 2. Go on with --resume" in err
+        code, out, _ = cmcl("train", "tiny-cmcl", "--out", tmp_path, "--quiet", "--resume")
+        assert code == 0
+        assert "tiny-cmcl: errors on 359 test images" in out
+
+    def test_time_over_and_on(self, cmcl, tmp_path):
+        words = ["train", "tiny-cmcl", "--steps", "200", "--out", tmp_path, "--quiet", "--json"]
+        code, out, err = cmcl(*words, "--budget", "0.01s")
+        assert (code, out) == (3, "")
+        assert "stopped by SIGTERM at step" in err
+        assert err.endswith(": go on with --resume.\n")
+        code, out, _ = cmcl(*words, "--resume")
+        assert code == 0
+        assert json.loads(out)["name"] == "tiny-cmcl-steps200"
+
+    @pytest.mark.slow
+    def test_ctrl_c(self, tmp_path):
+        """A real process, stopped by a real signal once it trains."""
+        source = str(Path(__file__).parents[1] / "src")
+        words = [
+            "train",
+            "digits-300-cmcl",
+            "--epochs",
+            "9999",
+            "--out",
+            str(tmp_path),
+            "--save-every",
+            "0.1",
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cmcl.cli", *words],
+            env=os.environ | {"PYTHONPATH": source},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while not list(tmp_path.glob("*/checkpoints/*.safetensors")) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+        assert process.returncode == 3
+        assert "stopped by SIGINT at step" in err.splitlines()[-1]
+
+    def test_a_run_that_diverges(self, cmcl, tmp_path):
+        code, out, err = cmcl(
+            "train", "tiny-cmcl", "--lr", "1e30", "--steps", "20", "--out", tmp_path, "--quiet"
+        )
+        assert (code, out) == (1, "")
+        assert "NaN or infinite at step" in err
+        assert err.count("\n") == 1
+
+    def test_seeds_together(self, cmcl, tmp_path):
+        code, out, _ = cmcl(
+            *("train", "tiny-cmcl", "--out", tmp_path, "--seed", 3, "--seeds", 2, "--quiet", "--results"),
+            tmp_path / "results",
+        )
+        assert code == 0
+        (folder,) = tmp_path.glob("tiny-cmcl--*--seeds3-4")
+        assert [line.split()[0] for line in out.splitlines()[2:4]] == ["3", "4"]
+        assert [p.parent.name for p in find_ensembles(folder)] == ["seed3", "seed4"]
+        assert len(list((tmp_path / "results" / "records").glob("*.json"))) == 2
+        code, out, _ = cmcl("evaluate", folder, "--json", "--limit", 20)
+        found = json.loads(out)
+        assert len(found["ensembles"]) == 2
+        assert found["top1"] == pytest.approx(sum(e["top1"] for e in found["ensembles"]) / 2)
+
+
+class TestChange:
+    def test_values_are_the_recipes_own(self):
+        """1 and 1.0 are one recipe, with one hash and one folder."""
+        base = find("digits-cmcl")
+        same = change(base, {"epochs": float(base.epochs), "beta": 0.75, "lr": base.lr})
+        assert same == base
+        assert same.hash == base.hash
+        assert change(base, {"beta": 1}).hash == change(base, {"beta": 1.0}).hash
+        assert change(base, {"epochs": 2.5}).epochs == 2.5
+
+    def test_one_length_replaces_the_other(self):
+        assert (change(TINY, {"epochs": 3}).steps, change(TINY, {"epochs": 3}).epochs) == (None, 3)
+        digits = change(find("digits-cmcl"), {"steps": 7})
+        assert (digits.steps, digits.epochs) == (7, None)
+
+    def test_names(self):
+        base = find("digits-cmcl")
+        changed = change(base, {"beta": 0.5, "batch_size": 64, "drops": [[0.5, 0.1]], "steps": 9})
+        assert changed_name("digits-cmcl", base, base) == "digits-cmcl"
+        assert changed_name("digits-cmcl", base, changed) == "digits-cmcl-beta0.5-steps9-batchsize64-drops"
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"clip": "x"}, "clip must be a number or null. Got 'x'."),
+            ({"drops": 3}, "drops must be a JSON list. Got 3."),
+            ({"network_options": []}, r"network_options must be a JSON object. Got \[\]."),
+            ({"sharing": 1}, "sharing must be true or false. Got 1."),
+            ({"overlap": 2.5}, "overlap must be a whole number. Got 2.5."),
+        ],
+    )
+    def test_kinds(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            change(TINY, changes)
+
+
+class TestFew:
+    def test_drawn_evenly(self):
+        train = package.data.load("digits")
+        part = few(train, 300)
+        assert part.targets.bincount().tolist() == [30] * 10
+        assert few(train, 304).targets.bincount().max() == 31
+        assert few(train, 300).checksum == part.checksum
+        originals = {image.numpy().tobytes() for image in train.images}
+        chosen = [image.numpy().tobytes() for image in part.images]
+        assert originals >= set(chosen)
+
+    def test_the_smaller_is_part_of_the_larger(self):
+        train = package.data.load("digits")
+        small, large = (
+            {(i.numpy().tobytes(), int(t)) for i, t in zip(p.images, p.targets, strict=True)}
+            for p in (few(train, 50), few(train, 120))
+        )
+        assert small <= large
+
+    def test_all(self):
+        train = package.data.load("digits")
+        assert few(train, len(train)).checksum == train.checksum
+        with pytest.raises(ValueError, match="at most 1438, the whole set. Got 1439"):
+            few(train, 1439)
+
+    def test_groups_of_segmentation(self):
+        train = package.data.load("shapes", groups=4, per_group=5, size=16)
+        groups = few(train, 8).groups
+        assert sorted(groups) == sorted([*set(train.groups)] * 2)
+
+    def test_a_record_has_the_checksum_of_the_whole_set(self, trained):
+        record = json.loads((trained / "record.json").read_text())
+        assert record["recipe"]["examples"] == 300
+        assert record["checksums"]["train"] == package.data.load("digits").checksum
+
+
+class TestEvaluate:
+    def test_agrees_with_the_record(self, cmcl, trained):
+        code, out, _ = cmcl("evaluate", trained, "--json")
+        found, record = json.loads(out), json.loads((trained / "record.json").read_text())
+        assert code == 0
+        for key in ("top1", "oracle"):
+            assert found[key] == pytest.approx(record["errors"]["expected"][key], abs=1e-4)
+        assert found["ece"] == pytest.approx(record["calibration"]["ece"], abs=1e-3)
+        assert found["examples"] == 359
+        assert "auroc" not in found
+
+    def test_what_it_has_never_seen(self, cmcl, trained):
+        code, out, _ = cmcl("evaluate", trained, "--ood", "digits", "--json", "--limit", 50)
+        found = json.loads(out)
+        assert code == 0
+        assert found["ood"] == "digits"
+        assert found["ood_entropy"] == found["entropy"], "the same images"
+        assert found["auroc"] == pytest.approx(0.5), "and so no way to tell them apart"
+        assert "entropy, unseen" in cmcl("evaluate", trained, "--ood", "digits", "--limit", 5)[1]
+
+    def test_a_table(self, cmcl, trained):
+        code, out, _ = cmcl("evaluate", trained, "--limit", 10)
+        assert code == 0
+        assert out.splitlines()[0] == "digits: 10 (of 359) test images"
+        assert out.splitlines()[2].startswith(trained.name)
+
+    def test_an_ensemble_alone(self, cmcl, trained, tmp_path):
+        shutil.copytree(trained / "ensemble", tmp_path / "mine")
+        assert data_of(trained / "ensemble") == "digits"
+        assert data_of(tmp_path / "mine") is None, "the transform was fitted to a part of a set"
+        code, _, err = cmcl("evaluate", tmp_path / "mine")
+        assert code == 2
+        assert "--data must name the set to test on" in err
+        assert cmcl("evaluate", tmp_path / "mine", "--data", "digits", "--limit", 5)[0] == 0
+
+    def test_interrupted(self, cmcl, trained, tmp_path):
+        shutil.copytree(trained / "checkpoints", tmp_path / "run" / "checkpoints")
+        code, _, err = cmcl("evaluate", tmp_path / "run")
+        assert code == 2
+        assert "go on with --resume" in err
+
+    def test_broken_json(self, cmcl, trained, tmp_path):
+        shutil.copytree(trained, tmp_path / "run")
+        (tmp_path / "run" / "recipe.json").write_text("{")
+        code, _, err = cmcl("evaluate", tmp_path / "run")
+        assert code == 2
+        assert "recipe.json must be JSON" in err
+
+
+class TestPredict:
+    @pytest.fixture
+    def pictures(self, tmp_path):
+        test = package.data.load("digits", split="test")
+        paths = []
+        for i in range(2):
+            paths.append(tmp_path / f"{i}.png")
+            Image.fromarray(test.images[i, 0].numpy()).save(paths[-1])
+        return paths
+
+    def test_answers_are_those_of_the_library(self, cmcl, trained, pictures):
+        code, out, _ = cmcl("predict", trained, *pictures, "--json")
+        answers = json.loads(out)
+        images = package.data.load("digits", split="test").images[:2]
+        expected = package.load(trained / "ensemble").predict(images)
+        assert code == 0
+        assert [answer["image"] for answer in answers] == [str(path) for path in pictures]
+        for i, answer in enumerate(answers):
+            assert answer["answer"]["index"] == int(expected.probs[i].argmax())
+            assert answer["answer"]["class"] == str(answer["answer"]["index"]), "the names of digits"
+            assert answer["answer"]["confidence"] == pytest.approx(float(expected.probs[i].max()), abs=1e-5)
+            assert answer["chosen"] == int(expected.chosen[i])
+            assert [m["index"] for m in answer["members"]] == expected.member_probs[:, i].argmax(1).tolist()
+            assert [m["entropy"] for m in answer["members"]] == pytest.approx(
+                expected.entropy[:, i].tolist(), abs=1e-5
+            )
+
+    def test_a_table(self, cmcl, trained, pictures):
+        code, out, _ = cmcl("predict", trained, *pictures)
+        lines = out.splitlines()
+        assert code == 0
+        assert len(lines) == 1 + 2 * (1 + 3)
+        assert sum("most confident" in line for line in lines) == 2
+
+    def test_sizes(self, cmcl, trained, tmp_path):
+        Image.new("RGB", (28, 20)).save(tmp_path / "large.png")
+        code, _, err = cmcl("predict", trained, tmp_path / "large.png")
+        assert code == 2
+        assert "large.png must be 8 x 8 pixels (height x width). Got 20 x 28. Pass --resize." in err
+        assert cmcl("predict", trained, tmp_path / "large.png", "--resize")[0] == 0
+
+    def test_not_an_image(self, cmcl, trained, tmp_path):
+        (tmp_path / "x.png").write_text("hello")
+        code, _, err = cmcl("predict", trained, tmp_path / "x.png")
+        assert code == 2
+        assert "x.png is not an image" in err
+
+    def test_pixels(self, cmcl, tmp_path):
+        assert cmcl("train", "tiny-shapes", "--out", tmp_path / "runs", "--quiet")[0] == 0
+        Image.new("RGB", (40, 24), "red").save(tmp_path / "any.png")
+        code, out, _ = cmcl("predict", *(tmp_path / "runs").iterdir(), tmp_path / "any.png", "--json")
+        (answer,) = json.loads(out)
+        assert code == 0
+        assert (
+            answer["answer"]["percent_of_pixels"] == answer["members"][answer["chosen"]]["percent_of_pixels"]
+        )
+        assert sum(answer["answer"]["percent_of_pixels"].values()) == pytest.approx(100)
+        assert "background" in cmcl("predict", *(tmp_path / "runs").iterdir(), tmp_path / "any.png")[1]
+
+
+@pytest.mark.parametrize("name", ["digits", "shapes"])
+def test_what_is_written_of_the_sets_is_true(name):
+    options = {"groups": 1, "per_group": 5} if name == "shapes" else {}
+    data = package.data.load(name, split="test", **options)
+    assert SETS[name] == (tuple(data.images.shape[1:]), list(data.classes))
+
+
+class TestReport:
+    @pytest.mark.parametrize(("format", "name"), [("html", "report.html"), ("md", "report.md")])
+    def test_of_a_run(self, cmcl, trained, tmp_path, monkeypatch, format, name):
+        monkeypatch.chdir(tmp_path)
+        code, out, err = cmcl("report", trained, "--format", format)
+        assert (code, out, err) == (0, f"{name}\n", "")
+        assert "tiny-cmcl" in (tmp_path / name).read_text()
+
+    def test_of_what_is_here(self, cmcl, trained, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        code, _, err = cmcl("report")
+        assert code == 2
+        assert "here must be results/ or runs/ or cmcl-demo/ to report on. Got none." in err
+        shutil.copytree(trained, tmp_path / "runs" / trained.name)
+        assert cmcl("report", "--format", "md", "-o", "mine.md")[1] == "mine.md\n"
+        assert (tmp_path / "mine.md").exists()
