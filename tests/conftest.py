@@ -1,6 +1,11 @@
 """For all tests."""
 
+import os
 import sys
+
+# One thread, here and in the processes that tests start: for layers this small a second one is slower, and many
+# times so when the machine has other work. Before anything imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
