@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -222,29 +224,30 @@ class TestDeadMembers:
         torch.manual_seed(0)
         return Ensemble([nn.Sequential(nn.Flatten(), nn.Linear(25, CLASSES)), Stubborn(3)])
 
-    def run(self, capsys, **changes):
+    def run(self, **changes):
         recipe = Recipe(members=2, epochs=6, batch_size=B, lr=0.1, **changes)
         images, _ = data()
         targets = torch.arange(N) % 3  # never the stubborn member's answer
-        rows = fit(self.build(), (images, targets), recipe=recipe, seed=9, options=Options()).rows
-        return [row.get("dead_members") for row in rows], capsys.readouterr().err
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            rows = fit(self.build(), (images, targets), recipe=recipe, seed=9, options=QUIET).rows
+        return [row.get("dead_members") for row in rows], [str(w.message) for w in seen]
 
-    def test_the_alarm_sounds_once_with_what_to_try(self, capsys):
-        dead, shown = self.run(capsys)
+    def test_the_alarm_sounds_once_with_what_to_try(self):
+        """Also in a quiet run."""
+        dead, (told,) = self.run()
         assert dead == [None, None, [1], None, None, None]
-        assert (
-            "seed 9: Member 1 won under a tenth of the fair share (50% of the examples) for 3 epochs" in shown
+        assert told.startswith(
+            "seed 9: Member 1 won under a tenth of the fair share (50% of the examples) for 3 epochs"
         )
-        assert "Try a larger overlap" in shown
+        assert "Try a larger overlap" in told
 
-    def test_not_while_it_warms_up(self, capsys):
-        dead, _ = self.run(capsys, warm_start=2)
+    def test_not_while_it_warms_up(self):
+        dead, _ = self.run(warm_start=2)
         assert dead == [None, None, None, None, [1], None]
 
-    def test_independent_members_are_never_dead(self, capsys):
-        dead, shown = self.run(capsys, method="ie")
-        assert dead == [None] * 6
-        assert "Member" not in shown
+    def test_independent_members_are_never_dead(self):
+        assert self.run(method="ie") == ([None] * 6, [])
 
 
 class TestRecipes:
@@ -416,6 +419,15 @@ def poisoned(at, value=torch.nan, member=1):
     ensemble.share_prob = 0.0
     ensemble.members[member].poison = (at, value)
     return ensemble
+
+
+def test_another_task_is_not_resumed(tmp_path):
+    smooth = partial(nn.functional.cross_entropy, reduction="none", label_smoothing=0.1)
+    with before_step(6, interrupt), pytest.raises(Interrupted):
+        fit(small(), data(), recipe=RECIPE, task=smooth, out=tmp_path, options=QUIET)
+    with pytest.raises(ValueError, match=r"task must be that of the run to be resumed, cross_entropy .*0.1"):
+        fit(small(), data(), recipe=RECIPE, out=tmp_path, resume=True, options=QUIET)
+    fit(small(), data(), recipe=RECIPE, task=smooth, out=tmp_path, resume=True, options=QUIET)
 
 
 class TestDivergence:
@@ -723,7 +735,7 @@ class TestProcesses:
             _, error = first.communicate(timeout=120)
         assert first.returncode == 1
         assert "Interrupted: stopped by SIGINT at step 7 of 20." in error
-        assert "go on with resume=True (--resume)" in error
+        assert "go on with resume=True" in error
         assert identical(weights(go(tmp_path, resume=True)), whole[0])
         assert told(tmp_path) == whole[1]
 

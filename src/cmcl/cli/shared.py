@@ -1,8 +1,10 @@
 """What several commands have: options, tables, JSON, and the way a run ends."""
 
+import importlib
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +23,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 Results = Annotated[Path, typer.Option(help="Folder whose records/ has the records.")]
 Runs = Annotated[Path, typer.Option(help="Folder of run folders.")]
+Data = Annotated[str | None, typer.Option("--data", metavar="SET", help="Instead of the run's own set.")]
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="NAME=VALUE", help="Of --data, such as size=[32,32]."),
+]
+OwnNetwork = Annotated[
+    str | None,
+    typer.Option("--network", metavar="MODULE:FUNCTION", help="Builds a member, if it is your own network."),
+]
+OwnOutput = Annotated[
+    str | None,
+    typer.Option("--output", metavar="MODULE:FUNCTION", help="Picks the logits, if it was saved with one."),
+]
 Budget = Annotated[
     str | None, typer.Option(metavar="TIME", help="Such as 25m: then save, and leave with exit code 3.")
 ]
@@ -41,6 +56,46 @@ def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             values[name] = value
     return values
+
+
+def import_function(name: str, option: str) -> Callable[..., Any]:
+    """A user's function, from a module that lies where he is or is installed."""
+    module, separator, function = name.partition(":")
+    if not (module and separator and function):
+        raise ValueError(f"{option} must be MODULE:FUNCTION, such as mynet:build. Got {name!r}.")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{module} must be a Python module that can be imported from {here}. {error}."
+        ) from error
+    except AttributeError as error:
+        raise ValueError(f"{module} must have the function {function}. {error}.") from error
+    if not callable(found):
+        raise TypeError(f"{name} must be a function. Got {type(found).__name__}.")
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def users_shapes(what: str) -> Iterator[None]:
+    """What torch says of shapes or types that the user gave, as his mistake: `what` must hold."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{what} torch says: {reason}") from error
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """A file to write in the end must not be a folder: said before the work, not after it."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"{option} must name a file. Got the folder {path}.")
 
 
 def check_device(name: str) -> str:
@@ -74,7 +129,7 @@ def ending(cure: str = "the same command goes on") -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        note(str(stop).replace("go on with resume=True (--resume)", cure))  # that is for Python
+        note(str(stop).replace("go on with resume=True", cure))  # that is for Python
         raise typer.Exit(TIME_OVER) from None
     except Diverged as error:
         note(str(error))

@@ -58,7 +58,9 @@ def settings(options: Options, seeds: Sequence[int]) -> Iterator[None]:
     before = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
     compiled = cuda if options.compile is None else options.compile
     compiling = compiler_settings() if compiled else nullcontext()
-    with compiling, torch.random.fork_rng(devices=[torch.cuda.current_device()] if cuda else []):
+    # generators, streams and graphs are those of the current device
+    current = torch.cuda.device(find_device(options.device)) if cuda else nullcontext()
+    with compiling, current, torch.random.fork_rng([torch.cuda.current_device()] if cuda else []):
         if cuda:
             torch.cuda.manual_seed(epoch_seed(seeds[0], -1))
         if cuda and options.deterministic:

@@ -4,6 +4,7 @@ R repeats.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ..data.batches import epoch_seed
 from ..ensemble import Ensemble
+from ..objectives import TaskLoss
 from ..recipe import Recipe
 from .checkpoint import Checkpoint
 from .optimizer import make_optimizer
@@ -28,8 +30,10 @@ class State:
         recipe: Recipe,
         classes: int,
         device: torch.device,
+        task: TaskLoss | None = None,
     ) -> None:
         self.ensembles, self.seeds, self.recipe, self.device = ensembles, list(seeds), recipe, device
+        self.task = _name(task)
         self.optimizer = make_optimizer(ensembles, recipe)
         self.tallies = [Tally(len(e.members), classes, device) for e in ensembles]
         self.alarms = [DeadMembers(len(e.members), recipe.objective["overlap"]) for e in ensembles]
@@ -54,13 +58,14 @@ class State:
         return {
             "recipe": self.recipe.to_json(),
             "seeds": self.seeds,
+            "task": self.task,
             "alarms": [alarm.state() for alarm in self.alarms],
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint of the same run."""
-        for name in ("recipe", "seeds"):
-            kept, now = checkpoint.state[name], self.facts()[name]
+        for name in ("recipe", "seeds", "task"):
+            kept, now = checkpoint.state.get(name), self.facts()[name]
             if kept != now:
                 raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")
         own = self.tensors()
@@ -79,3 +84,11 @@ class State:
         for alarm, kept in zip(self.alarms, checkpoint.state["alarms"], strict=True):
             alarm.restore(kept)
         self.step = checkpoint.step
+
+
+def _name(task: TaskLoss | None) -> str | None:
+    """Enough of a function to notice another one; a partial's tensors, as class weights, by their shape."""
+    if isinstance(task, partial):
+        options = {k: list(v.shape) if isinstance(v, Tensor) else v for k, v in task.keywords.items()}
+        return f"{_name(task.func)} {options}"
+    return None if task is None else getattr(task, "__qualname__", type(task).__qualname__)

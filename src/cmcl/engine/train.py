@@ -4,6 +4,7 @@ R repeats (seeds) of one ensemble train together; N examples.
 """
 
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ class Run:
             self.source = Resident(images, targets, recipe.batch_size, seeds, self.device)
         self.ignore_index = IGNORE if targets.ndim > 1 and not targets.is_floating_point() else None
         classes = count_classes(ensembles[0], images[:2].to(self.device), targets)
-        self.state = State(ensembles, seeds, recipe, classes, self.device)
+        self.state = State(ensembles, seeds, recipe, classes, self.device, task)
         self.steps = recipe.total_steps(self.source.examples, self.source.batch_size)
         self.started = time.perf_counter()
         self.rows: list[dict[str, Any]] = []
@@ -177,7 +178,7 @@ class Run:
                 row |= self._scores(ensemble, self.held_out)
             if epochs > self.recipe.warm_start and (dead := alarm.update(row["win_rates"])):
                 row["dead_members"] = dead
-                self.progress.note(f"seed {seed}: {alarm.warning(dead)}")
+                warnings.warn(f"seed {seed}: {alarm.warning(dead)}", stacklevel=5)
             self.rows.append(row)
             self.progress.epoch(row)
             self.telemetry.write(row)
@@ -218,8 +219,8 @@ class Run:
                 step, members = first + int(min(bad)), [m for m, s in enumerate(bad) if s == min(bad)]
                 raise Diverged(
                     f"seed {seed}: the loss of member {members} is NaN or infinite at step {step}, with lr "
-                    f"{self._lr(step):.3g}. The weights are those before it, and so is the last checkpoint. "
-                    "Try a smaller lr, clip=1, or precision='float32'."
+                    f"{self._lr(step):.3g}. The weights are those before it; so is a checkpoint, if there is "
+                    "one. Try a smaller lr, clip=1, or precision='float32'."
                 )
 
     def _open(self, stack: ExitStack, out: Path | None, resume: bool) -> None:
@@ -257,7 +258,7 @@ class Run:
     def _stop(self) -> None:
         how = "Nothing was saved: no out= folder was given."
         if self.checkpoints is not None:
-            how = f"It is saved in {self.checkpoints.folder.parent}: go on with resume=True (--resume)."
+            how = f"It is saved in {self.checkpoints.folder.parent}: go on with resume=True."
         raise Interrupted(
             f"stopped by {self.interrupt.name} at step {self.state.step} of {self.steps}. {how}"
         )
