@@ -74,6 +74,37 @@ def test_the_engine_trains_and_a_folder_keeps_it(kind, sharing, tmp_path):
     torch.testing.assert_close(loaded.predict(x).probs, ensemble.predict(x).probs)
 
 
+class Both(nn.Module):
+    """An image and three numbers, packed into one tensor (B, 75 + 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.act, self.head = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Linear(7, 4)
+
+    def forward(self, packed):
+        return self.both(packed[:, :-3].unflatten(1, (3, 5, 5)), packed[:, -3:])
+
+    def both(self, image, numbers):
+        return self.head(torch.cat([self.act(self.conv(image)).mean((2, 3)), numbers], 1))
+
+
+@pytest.mark.parametrize("share_after", [None, "act"])
+def test_two_inputs_in_one_tensor(share_after):
+    image, numbers = torch.randn(8, 3, 5, 5), torch.randn(8, 3)
+    packed = torch.cat([image.flatten(1), numbers], 1)
+    ensemble = Ensemble(Both, 2, share_after=share_after, share_at_test="off").eval()
+    alone = torch.stack([member.both(image, numbers) for member in ensemble.members])
+    torch.testing.assert_close(ensemble(packed), alone)
+    recipe = cmcl.Recipe(members=2, steps=2, sharing=share_after is not None, lr=0.01)
+    cmcl.fit(
+        ensemble,
+        (packed, torch.randint(4, (8,))),
+        recipe=recipe,
+        options=cmcl.Options(quiet=True, device="cpu"),
+    )
+    assert not ensemble.members[0].both(image, numbers).allclose(alone[0])
+
+
 class Wraps(nn.Module):
     """Answers as a tuple, a dict or an object, as other people's networks do."""
 

@@ -84,6 +84,32 @@ WRONG = {
         "must name a submodule of ResNet. Got 'layer9'",
     ),
     "no members": (dict(head="fc", members=0), ValueError, "members must be 1 or more. Got 0"),
+    "a head in the stem": (
+        dict(head=["fc", "layer1.0.conv1"], stem="layer1", freeze=True),
+        ValueError,
+        "head must come after the stem.* Got 'layer1.0.conv1', of which 'layer1' needs a part",
+    ),
+    "a head around the stem": (
+        dict(head="layer1", stem="layer1.0"),
+        ValueError,
+        "head must come after the stem.* Got 'layer1'",
+    ),
+    "sharing what is one anyway": (
+        dict(head="fc", stem="layer1", share_after="layer1"),
+        ValueError,
+        "share_after must come after weights of the members' own. Got 'layer1', where all have the same",
+    ),
+    "sharing before the stem's end": (
+        dict(head="fc", stem="layer1", share_after="bn1"),
+        ValueError,
+        "it is called 0 times after 'layer1'",
+    ),
+    "no weights in between": (
+        dict(head="fc", stem="bn1", share_after="maxpool"),
+        ValueError,
+        "share_after must come after weights of the members' own. Got 'maxpool'",
+    ),
+    "nothing after the stem": (dict(head="fc", stem="fc"), ValueError, "it is the network's output"),
     "inside a block": (
         dict(head="fc", stem="layer1.0.conv1"),
         ValueError,
@@ -318,6 +344,81 @@ def test_a_part_used_on_both_sides():
 
     with pytest.raises(ValueError, match="'a' is used before and after it"):
         OneStem(Twice, 2, stem="b")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.head(self.b(self.act(self.a(x))).relu())
+
+
+def test_a_weight_tied_across_the_stem():
+    with pytest.raises(ValueError, match="'a.weight' before it and 'b.weight' are one tied weight"):
+        OneStem(Tied, 2, stem="a")
+    with pytest.raises(ValueError, match="tied weight"):
+        from_pretrained(Tied(), 2, head="head", stem="act", freeze=True)
+    ensemble = OneStem(Tied, 2, stem="b")  # tied within the stem
+    assert all(member.a.weight is member.b.weight for member in ensemble.members)
+
+
+class InPlace(nn.Module):
+    """What follows the stem writes into its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.act, self.conv2, self.head = nn.SiLU(inplace=True), nn.Conv2d(8, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.conv2(self.act(self.norm(self.conv(x)))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("share_after", [None, "conv2"])
+def test_trunks_do_not_write_into_each_others_features(freeze, share_after):
+    torch.manual_seed(0)
+    ensemble = from_pretrained(
+        InPlace(), 3, head=["conv2", "head"], stem="norm", freeze=freeze, share_after=share_after
+    )
+    x, y = images(), torch.tensor([0, 1, 2])
+    ensemble.eval()
+    ensemble.share_at_test = "off"
+    alone = torch.stack([member(x) for member in ensemble.members])
+    torch.testing.assert_close(ensemble(x), alone)
+    torch.testing.assert_close(torch.compile(ensemble, backend="aot_eager")(x), alone)
+    cmcl.independent_loss(ensemble(x), y).total.backward()
+    found = {name: p.grad.clone() for name, p in ensemble.named_parameters() if p.grad is not None}
+    ensemble.zero_grad()
+    cmcl.independent_loss(alone, y).total.backward()
+    for name, grad in found.items():
+        torch.testing.assert_close(ensemble.get_parameter(name).grad, grad)
+
+
+def test_a_stem_of_buffers_is_held_once():
+    """A normalisation that is frozen for good computes with buffers, one by one."""
+
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.rand(8))
+
+        def forward(self, x):
+            return x * self.scale.view(1, -1, 1, 1)
+
+    class Net(InPlace):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = Frozen(), nn.ReLU()
+
+    ensemble = OneStem(Net, 2, stem="act").eval()
+    x = images()
+    assert "members.1.norm.scale" not in ensemble.state_dict()
+    ensemble.members[0].norm.scale.fill_(2.0)
+    torch.testing.assert_close(ensemble(x), torch.stack([member(x) for member in ensemble.members]))
 
 
 def test_members_that_are_not_alike():

@@ -202,12 +202,55 @@ class ListDefault(Reuses):
         return self.act(self.a(x))
 
 
+class Counts(Reuses):
+    """Assigns a buffer; `self.count.add_(1)` would do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return self.act(self.a(x))
+
+
+class Averages(Counts):
+    """Assigns a buffer in training only, and reads it in eval mode too."""
+
+    def forward(self, x):
+        if self.training:
+            self.count = x.detach().mean()
+        return self.act(self.a(x - self.count))
+
+
+class Remembers(Reuses):
+    """Assigns what is no buffer, in a part that tracing looks into."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Reuses()
+        self.inner.last = None
+
+    def forward(self, x):
+        self.inner.last = self.a(x)
+        return self.act(self.inner.last)
+
+
+class Fails(Counts):
+    def forward(self, x):
+        self.count = self.a(x).mean()
+        return self.act(self.count) if self.count > 0 else self.count
+
+
 class MakesNoise(Reuses):
     def forward(self, x):
         return self.act(self.a(x) + torch.randn(4))
 
 
 FROZEN = {
+    "a buffer that counts": (Counts, "its forward assigns 'count', .*self.count.add_"),
+    "an average": (Averages, "its forward assigns 'count'"),
+    "another attribute": (Remembers, "its forward assigns 'inner.last'"),
     "needs another argument": (TwoInputs, "its forward needs 'mask' besides the input"),
     "no named input": (OnlyArgs, "its forward must name its input"),
     "a container for a default": (ListDefault, "its forward needs 'sizes' besides the input"),
@@ -222,12 +265,147 @@ def test_what_tracing_would_get_wrong_is_refused(case):
         split(network(), "a")
 
 
-def test_refusing_leaves_nothing_on_the_network():
-    network = MakesNoise()
-    before = set(vars(network))
-    with pytest.raises(ValueError, match="tracing would freeze"):
+@pytest.mark.parametrize("build", [MakesNoise, Counts, Averages, Remembers, Fails])
+def test_refusing_leaves_the_network_as_it_was(build):
+    def attributes(network):
+        return {
+            name: (dict(vars(part)), dict(part._buffers), list(part._modules))
+            for name, part in network.named_modules()
+        }
+
+    network = build()
+    before = attributes(network)
+    with pytest.raises(ValueError, match=f"{build.__name__} cannot be cut after 'a'"):
         split(network, "a")
-    assert set(vars(network)) == before
+    assert attributes(network) == before
+    assert network.state_dict().keys() == build().state_dict().keys()
+
+
+class Buffers(nn.Module):
+    """Computes with buffers, whose part it takes depends on the input, and writes into one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.act, self.head = nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 3)
+        self.register_buffer("positions", torch.randn(1, 20, 4))
+        self.register_buffer("mask", torch.ones(20, 20).tril() / 20)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, tokens):
+        length = tokens.size(1)
+        h = self.act(self.embedding(tokens) + self.positions[:, :length])
+        if self.training:
+            self.count.add_(1)
+        h = self.mask[:length, :length] @ h
+        return self.head(h.mean(1)) * torch.clamp(self.count, max=10)
+
+
+@pytest.mark.parametrize("name", ["embedding", "act"])
+def test_what_is_computed_from_buffers_is_computed_anew(name):
+    ensemble = Ensemble(Buffers, 2, share_after=name, share_prob=0.0)
+    assert [member.count.item() for member in ensemble.members] == [0, 0], "cutting runs nothing"
+    for steps, length in enumerate((5, 8, 20), 1):  # not the length it was cut with
+        tokens = torch.randint(9, (2, length))
+        ensemble.train()(tokens)
+        assert [member.count.item() for member in ensemble.members] == [steps, steps]
+        ensemble.eval()
+        alone = torch.stack([member(tokens) for member in ensemble.members])
+        torch.testing.assert_close(ensemble(tokens), alone)
+    for member in ensemble.members:
+        member.positions.zero_()
+    alone = torch.stack([member(tokens) for member in ensemble.members])
+    torch.testing.assert_close(ensemble(tokens), alone)
+
+
+class Caches(Reuses):
+    """Keeps a value in a dict, by device."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = {}
+
+    def forward(self, x):
+        if "mean" not in self.cache:
+            self.cache["mean"] = self.a.bias.mean()
+        return self.act(self.a(x) + self.cache["mean"])
+
+
+def test_a_cache_is_not_filled_by_tracing():
+    network, x = Caches(), torch.randn(2, 4)
+    halves = split(network, "a")
+    assert network.cache == {}
+    assert halves.trunk(network, *halves.stem(network, x)).equal(network(x))
+
+
+class InPlace(nn.Module):
+    """Begins with an operation in place, and has another right after `norm`."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.act, self.head = nn.SiLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.act(self.norm(self.conv(x.mul_(2)))).mean((2, 3)))
+
+
+class InPlaceHalves(InPlace):
+    def stem(self, x):
+        return self.act(self.norm(self.conv(x.mul_(2))))
+
+    def trunk(self, h):
+        return self.head(h.mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("network", "share_after"),
+    [(InPlace, None), (InPlace, "norm"), (InPlace, "act"), (InPlaceHalves, "stem")],
+)
+@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: torch.compile(e, backend="aot_eager")])
+def test_members_that_write_into_their_input_do_not_meet_there(network, share_after, wrap):
+    ensemble = Ensemble(network, 3, share_after=share_after, share_prob=0.0).eval()
+    x = torch.randn(2, 3, 6, 6)
+    given = x.clone()
+    together = wrap(ensemble)(x)
+    assert x.equal(given), "nor does the input change"
+    alone = torch.stack([member(x.clone()) for member in ensemble.members])
+    torch.testing.assert_close(together, alone)
+
+
+class Quiet(nn.Module):
+    """Takes its first features without gradients, as one does with a backbone, and counts quietly."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.act = nn.LSTM(4, 4), nn.Linear(4, 4), nn.ReLU()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            h, _ = self.first(x)
+        h = self.act(self.second(h))
+        with torch.no_grad():
+            self.mean.lerp_(h.mean(0), 0.5)
+        return self.head(h - self.mean)
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("name", ["second", "act"])
+def test_no_grad_stays_no_grad(name, around):
+    with around():  # where it is cut must not matter
+        ensemble = Ensemble(Quiet, 2, share_after=name)
+    for _ in range(2):
+        ensemble(torch.randn(2, 4)).sum().backward()
+    for member in ensemble.members:
+        assert all(p.grad is None for p in member.first.parameters())
+        assert member.second.weight.grad.abs().sum() > 0
+        assert not member.mean.requires_grad
+
+
+def test_logits_are_no_features():
+    with pytest.raises(ValueError, match="cannot be cut after 'head': it is the network's output"):
+        Ensemble(HeadOutside, 2, share_after="head")
 
 
 def test_features_must_be_tensors():

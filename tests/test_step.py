@@ -327,6 +327,17 @@ class TestLanes:
         sum(call().sum() for call in calls).backward()
         assert [None if own.grad is None else own.grad.tolist() for own in x] == [[2.0] * 3, None, [2.0] * 3]
 
+    def test_after_the_join_a_network_may_work_in_place(self):
+        from cmcl.engine.lanes import _joined
+
+        x = [torch.randn(3, requires_grad=True) for _ in range(2)]
+        features = [own * 1.0 for own in x]
+        calls = _joined([partial(torch.Tensor.mul_, own, 2.0) for own in features])
+        sum(call().square().sum() for call in calls).backward()
+        for own, feature in zip(x, features, strict=True):
+            assert feature.equal(own)  # what was saved for the way back is untouched
+            assert own.grad.allclose(8 * own)
+
 
 def broken_backend(graph, inputs):
     raise RuntimeError("no compiler on this machine\nand more lines")

@@ -13,7 +13,7 @@ from .ensemble import Ensemble
 from .members import Network, Output, build_members
 from .modes import keep_modes
 from .split import cut, split
-from .tracing import parts_before
+from .tracing import CannotCutError, parts_before, parts_between
 
 
 def from_pretrained(
@@ -49,6 +49,7 @@ def from_pretrained(
     checks.positive("members", members)
     copies = [copy.deepcopy(network) for _ in range(members)]
     common = [] if stem is None else held_once(network, join_stems(copies, stem))
+    _check_outside(common, _names(head), stem)
     for module in copies:
         redrawn = {id(p) for name in _names(head) for p in _redraw(module, name)}
         _disturb([p for n, p in module.named_parameters() if n not in common and id(p) not in redrawn], noise)
@@ -84,6 +85,7 @@ class OneStem(Ensemble):
         modules = build_members(network, members)
         self.stem, self.freeze = stem, freeze
         self._parts = join_stems(modules, stem)  # names of the stem's modules, parameters and buffers
+        _check_later(modules[0], stem, settings.get("share_after"))
         super().__init__(modules, **settings)
         self.register_state_dict_post_hook(_name_once)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_name_for_all)  # type: ignore[no-untyped-call]
@@ -125,6 +127,8 @@ def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
     """Give all modules the first one's parts up to the submodule `stem`; returns the names of these parts."""
     first, *others = modules
     parts = parts_before(first, stem)
+    for module in modules:
+        _check_untied(module, parts, stem)
     for m, other in enumerate(others, 1):
         if parts_before(other, stem) != parts:
             raise ValueError(f"members must be alike up to {stem!r}. Member {m} is not like member 0.")
@@ -136,7 +140,41 @@ def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
 
 def held_once(member: nn.Module, parts: Sequence[str]) -> list[str]:
     """The keys in a member's state_dict that belong to the stem."""
-    return [key for key in member.state_dict() if any(f"{key}.".startswith(f"{part}.") for part in parts)]
+    return [key for key in member.state_dict() if _is_in(key, parts)]
+
+
+def _is_in(key: str, parts: Sequence[str]) -> bool:
+    return any(f"{key}.".startswith(f"{part}.") for part in parts)
+
+
+def _check_untied(module: nn.Module, parts: Sequence[str], stem: str) -> None:
+    """A weight on both sides of the stem would have to be one for all members and each member's own."""
+    weights = list(module.named_parameters(remove_duplicate=False))
+    inside = {p: name for name, p in weights if _is_in(name, parts)}
+    for name, p in weights:
+        if p in inside and not _is_in(name, parts):
+            raise CannotCutError(module, stem, f"{inside[p]!r} before it and {name!r} are one tied weight")
+
+
+def _check_later(member: nn.Module, stem: str, share_after: str | None) -> None:
+    """Features are shared where they differ, after weights of the members' own."""
+    if share_after is None:
+        return
+    own = [] if share_after == stem else parts_between(member, stem, share_after)
+    if not any(_is_in(name, own) for name, _ in member.named_parameters()):
+        raise ValueError(
+            f"share_after must come after weights of the members' own. Got {share_after!r}, where all have "
+            f"the same features, those of the stem {stem!r}; name a later submodule, or leave it out."
+        )
+
+
+def _check_outside(common: Sequence[str], heads: Sequence[str], stem: str | None) -> None:
+    for head in heads:
+        if any(_is_in(key, [head]) for key in common):
+            raise ValueError(
+                f"head must come after the stem, which stays as it is pretrained. Got {head!r}, of which "
+                f"{stem!r} needs a part; name a later submodule, or an earlier stem."
+            )
 
 
 def _name_once(ensemble: OneStem, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -1,6 +1,6 @@
 """Where in a network features can be shared: its submodules in the order they run, and one suggestion."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import count
 from math import prod
 from typing import Any, NamedTuple
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules import activation, pooling
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from . import checks
 from .modes import keep_modes
@@ -60,9 +61,9 @@ def find_places(network: nn.Module, x: Tensor) -> list[Place]:
     calls = _run(network, checks.inputs(x))
     times = {call.name: sum(other.name == call.name for other in calls) for call in calls}
     with keep_modes(network):
+        modes = [(mode, _cuts(network.train(mode))) for mode in (True, False)]  # as `split` cuts
+        places = {call.name: _place(network, call, times[call.name], modes) for call in calls}
         network.eval()
-        cuts = _cuts(network)
-        places = {call.name: _place(network, call, times[call.name], cuts) for call in calls}
         if offers_halves(network, "stem"):
             own = _own_place(network, x)
             return [own, *(place for place in places.values() if place.name != own.name)]
@@ -73,23 +74,23 @@ def find_places(network: nn.Module, x: Tensor) -> list[Place]:
 def _run(network: nn.Module, x: Tensor) -> list[Call]:
     """The calls of all submodules in one forward pass, ordered by their end."""
     calls: list[Call] = []
-    began: dict[str, int] = {}
+    began: dict[nn.Module, int] = {}
     clock = count()
 
-    def begin(name: str) -> Callable[..., None]:
-        return lambda module, inputs: began.update({name: next(clock)})
+    def begin(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        began[module] = next(clock)
 
-    def end(name: str) -> Callable[..., None]:
-        return lambda module, inputs, output: calls.append(
-            Call(name, module, began[name], next(clock), inputs[0] if inputs else None, output)
-        )
+    def end(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if module in names:
+            x = inputs[0] if inputs else None
+            calls.append(Call(names[module], module, began[module], next(clock), x, output))
 
-    named = [(name, module) for name, module in network.named_modules() if name]
-    hooks = [module.register_forward_pre_hook(begin(name)) for name, module in named]
-    hooks += [module.register_forward_hook(end(name)) for name, module in named]
+    names = {module: name for name, module in network.named_modules() if name}
+    # hooks on all modules there are, because a TorchScript module takes none of its own
+    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
     try:
         with torch.no_grad(), keep_modes(network):
-            network.eval()(x)
+            network.eval()(x.clone())
     finally:
         for hook in hooks:
             hook.remove()
@@ -104,7 +105,7 @@ def _cuts(network: nn.Module) -> dict[str, Cut]:
         return {}
 
 
-def _place(network: nn.Module, call: Call, times: int, cuts: dict[str, Cut]) -> Place:
+def _place(network: nn.Module, call: Call, times: int, modes: Sequence[tuple[bool, dict[str, Cut]]]) -> Place:
     shape = tuple(call.output.shape[1:]) if isinstance(call.output, Tensor) else None
     place = Place(call.name, type(call.module).__name__, shape)
     if times > 1:
@@ -113,13 +114,15 @@ def _place(network: nn.Module, call: Call, times: int, cuts: dict[str, Cut]) -> 
         return place._replace(problem=f"its output is a {type(call.output).__name__}, not one tensor")
     if not call.output.is_floating_point():
         return place._replace(problem=f"its output is {call.output.dtype}, not floating-point")
+    name = call.name
     try:
-        cut = cuts.get(call.name) or cut_nodes(network, trace(network, [call.name]), call.name)
+        found = [
+            cuts.get(name) or cut_nodes(network, trace(network.train(mode), [name]), name)
+            for mode, cuts in modes
+        ]
     except CannotCutError as error:
         return place._replace(problem=error.reason)
-    if all(node.op == "output" for node in cut.after):
-        return place._replace(problem="it is the network's output")
-    return place._replace(crossed=_is_crossed(cut))
+    return place._replace(crossed=any(map(_is_crossed, found)))
 
 
 def _is_crossed(cut: Cut) -> bool:

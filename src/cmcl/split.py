@@ -2,7 +2,8 @@
 
 stem(module, x) -> (h, rest) and trunk(module, h, rest) -> logits: h is mixed among the members; rest holds
 the other values that cross the cut (skip connections, sizes) and travels unmixed. Both take the module as
-an argument and read its live submodules, so that `.to()`, `.train()` and `load_state_dict` just work.
+an argument and read its live submodules, so that `.to()`, `.train()` and `load_state_dict` just work. Every
+stem takes a copy of x, because members may write into theirs (a ReLU in place) and all get the same x.
 """
 
 from collections.abc import Callable
@@ -56,7 +57,7 @@ def _has_methods(module: nn.Module, *names: str) -> bool:
 
 
 def _no_stem(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-    return x, ()
+    return x.clone(), ()
 
 
 def _whole(module: nn.Module, x: Tensor, rest: tuple[Any, ...]) -> Tensor:
@@ -65,7 +66,7 @@ def _whole(module: nn.Module, x: Tensor, rest: tuple[Any, ...]) -> Tensor:
 
 
 def _own_stem(module: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-    out = module.stem(x)
+    out = module.stem(x.clone())
     return (out[0], tuple(out[1:])) if isinstance(out, tuple | list) else (out, ())
 
 
@@ -88,12 +89,12 @@ def cut(module: nn.Module, name: str | None, *, start: str | None = None) -> Hal
     if name is None:
         whole = _function(nodes, [x], None)
         return Halves(_no_stem, lambda module, h, rest: whole(module, h))
-    place = cut_nodes(module, nodes, name)
+    place = cut_nodes(module, nodes, name, start=start)
     stem = _function(place.before, [x], (place.output, *place.carried))
     trunk = _function([*place.attributes, *place.after], [place.output, *place.carried], None)
 
     def run_stem(module: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        h, *rest = stem(module, x)
+        h, *rest = stem(module, x.clone())
         return h, tuple(rest)
 
     return Halves(run_stem, lambda module, h, rest: trunk(module, h, *rest))

@@ -2,13 +2,17 @@
 
 import difflib
 import inspect
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from torch import fx, nn
+import torch
+from torch import fx, jit, nn
+from torch.utils._pytree import tree_map_only
 
 from . import checks
+
+_ATTRIBUTES = ("", "_parameters", "_buffers", "_modules")  # dicts of a module's attributes; "": its own
 
 
 class CannotCutError(ValueError):
@@ -26,6 +30,8 @@ class CannotCutError(ValueError):
 class _Tracer(fx.Tracer):
     """Keeps the named submodules whole, and looks inside whatever contains them."""
 
+    proxy_buffer_attributes = True  # what is computed from a buffer is computed each time, not frozen
+
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         self.names = names
@@ -37,11 +43,21 @@ class _Tracer(fx.Tracer):
             self.ends[self.path_of_module(m)] = output.node, next(reversed(self.graph.nodes))
         return output
 
+    def create_proxy(self, kind: str, *call: Any, **options: Any) -> fx.Proxy:
+        proxy = super().create_proxy(kind, *call, **options)
+        if kind.startswith("call") and not torch.is_grad_enabled():  # a trace knows of no torch.no_grad()
+            proxy = super().create_proxy("call_function", _detached, (proxy,), {})
+        return proxy
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self.names:
             return True
         inside = any(name.startswith(f"{module_qualified_name}.") for name in self.names)
         return not inside and super().is_leaf_module(m, module_qualified_name)
+
+
+def _detached(value: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
 class Cut(NamedTuple):
@@ -54,12 +70,13 @@ class Cut(NamedTuple):
     attributes: list[fx.Node]  # weights and buffers read before: read again after rather than carried
 
 
-def cut_nodes(module: nn.Module, nodes: list[fx.Node], name: str) -> Cut:
-    """What `trace` found, in two at the call of the submodule `name`."""
+def cut_nodes(module: nn.Module, nodes: list[fx.Node], name: str, *, start: str | None = None) -> Cut:
+    """What `trace` found, or the part of it after `start`, in two at the call of the submodule `name`."""
     calls = [i for i, node in enumerate(nodes) if node.op == "call_module" and node.target == name]
     if len(calls) != 1:
+        where = "in forward" if start is None else f"after {start!r}"
         raise CannotCutError(
-            module, name, f"it is called {len(calls)} times in forward, and must be called once"
+            module, name, f"it is called {len(calls)} times {where}, and must be called once"
         )
     return _divide(module, name, nodes, calls[0] + 1, nodes[calls[0]])
 
@@ -83,21 +100,42 @@ def _divide(module: nn.Module, name: str, nodes: list[fx.Node], count: int, outp
     crossing = [node for node in before if not later.isdisjoint(node.users)]
     if output not in crossing:
         raise CannotCutError(module, name, "nothing after it uses its output")
+    if not _depends_on_input(output):
+        raise CannotCutError(module, name, "its output does not depend on the input")
+    if all(node.op == "output" or isinstance(node.target, type) for node in after):  # a type: of the answer
+        raise CannotCutError(module, name, "it is the network's output")
     attributes = [node for node in before if node.op == "get_attr"]
     carried = [node for node in crossing if node is not output and node.op != "get_attr"]
     return Cut(before, after, output, carried, attributes)
 
 
+def _depends_on_input(node: fx.Node) -> bool:
+    seen, todo = {node}, [node]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - seen
+        seen |= new
+        todo += new
+    return any(node.op == "placeholder" for node in seen)
+
+
 def parts_before(module: nn.Module, name: str) -> list[str]:
     """Names of the modules, parameters and buffers that forward uses up to the submodule `name`."""
     place = cut_nodes(module, trace(module, [name]), name)
-    before, after = (
-        list(dict.fromkeys(str(node.target) for node in nodes if node.op in ("call_module", "get_attr")))
-        for nodes in (place.before, place.after)
-    )
+    before, after = _parts(place.before), _parts(place.after)
     if both := sorted(set(before) & set(after)):
         raise CannotCutError(module, name, f"{both[0]!r} is used before and after it")
     return before
+
+
+def parts_between(module: nn.Module, start: str, name: str) -> list[str]:
+    """Names of what forward uses after the submodule `start` and up to a later one, `name`."""
+    first = cut_nodes(module, trace(module, [start, name]), start)
+    return _parts(cut_nodes(module, first.after, name, start=start).before)
+
+
+def _parts(nodes: list[fx.Node]) -> list[str]:
+    used = [str(node.target) for node in nodes if node.op in ("call_module", "get_attr")]
+    return list(dict.fromkeys(used))
 
 
 def trace(module: nn.Module, names: Sequence[str]) -> list[fx.Node]:
@@ -110,16 +148,20 @@ def trace(module: nn.Module, names: Sequence[str]) -> list[fx.Node]:
 def _trace(module: nn.Module, names: Sequence[str]) -> tuple[list[fx.Node], _Tracer]:
     name = names[-1] if names else ""
     defaults = _defaults(module, name)
-    before = set(vars(module))
     tracer = _Tracer(names)
-    try:
-        graph = tracer.trace(module, concrete_args=defaults)
-    except Exception as error:  # whatever the network's own code raises on symbolic values
-        raise CannotCutError(module, name, f"torch.fx cannot trace it ({error})") from error
-    finally:
-        constants = set(vars(module)) - before
-        for constant in constants:
-            delattr(module, constant)
+    with _put_back(module) as changed, torch.enable_grad():
+        try:
+            graph = tracer.trace(module, concrete_args=defaults)
+        except Exception as error:  # whatever the network's own code raises on symbolic values
+            raise CannotCutError(module, name, f"torch.fx cannot trace it ({error})") from error
+    constants = {key for key in changed if key.startswith("_tensor_constant")}  # as fx calls them
+    if assigned := sorted(set(changed) - constants):
+        raise CannotCutError(
+            module,
+            name,
+            f"its forward assigns {assigned[0]!r}, which would happen once, now, and never again "
+            "(write into a buffer instead, such as self.count.add_(1))",
+        )
     if constants:
         raise CannotCutError(
             module, name, "it makes a tensor in forward, which tracing would freeze (use a buffer)"
@@ -130,6 +172,29 @@ def _trace(module: nn.Module, names: Sequence[str]) -> tuple[list[fx.Node], _Tra
         if not fixed.isdisjoint(node.all_input_nodes):
             fixed.add(node)
     return [node for node in graph.nodes if node not in fixed], tracer
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[list[str]]:
+    """Afterwards all attributes, and dicts among them, hold what they held; the list names those assigned."""
+    changed: list[str] = []
+    parts = {n: vars(part) for n, part in module.named_modules() if not isinstance(part, jit.ScriptModule)}
+    held = [
+        (name, kind, values, dict(values))
+        for name, own in parts.items()
+        for kind, values in [("", own), *own.items()]
+        if isinstance(values, dict)
+    ]
+    try:
+        yield changed
+    finally:
+        for name, kind, now, before in held:
+            keys = [key for key in now.keys() | before.keys() if now.get(key) is not before.get(key)]
+            if keys:
+                now.clear()
+                now.update(before)
+            if kind in _ATTRIBUTES:  # another dict is a cache: what is put there is traced as well
+                changed += [f"{name}.{key}".removeprefix(".") for key in keys]
 
 
 def _check_known(module: nn.Module, name: str) -> None:

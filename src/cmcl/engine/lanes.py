@@ -47,12 +47,13 @@ class _Joined(torch.autograd.Function):
     """Nothing, but on the way back it waits for all streams.
 
     The features that streams read were allocated on the main one. Autograd drops them as soon as a stream's
-    last kernel that reads them is launched; without waiting, the main stream would write over them.
+    last kernel that reads them is launched; without waiting, the main stream would write over them. Copies,
+    because a network may begin with an operation in place, which views of several tensors do not allow.
     """
 
     @staticmethod
     def forward(ctx: Any, *features: Tensor) -> tuple[Tensor, ...]:
-        return features
+        return tuple(feature.clone() for feature in features)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
