@@ -113,7 +113,7 @@ def who_knows_what() -> Figure:
             axes.text(c, m, f"{value:.0f}", ha="center", va="center", color=colour, fontsize=8)
         axes.set_title(title)
         axes.set_xticks(range(10), CLASSES, rotation=40, ha="right", fontsize=9)
-        axes.set_yticks(range(5), [f"member {m + 1}" for m in range(5)], fontsize=9)
+        axes.set_yticks(range(5), [f"member {m}" for m in range(5)], fontsize=9)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     return figure

@@ -237,8 +237,23 @@ class TestImages:
         raw = (X * 15).astype(np.uint8)
         model = small(members=2, hidden=8, epochs=1).fit(raw, y)
         assert model.ensemble_.transform is not None
-        standardised = model.ensemble_.transform.transform(torch.tensor(raw)).numpy()
-        np.testing.assert_allclose(model.predict_proba(raw), model.predict_proba(standardised), rtol=1e-4)
+        standardised = model.ensemble_.transform.transform(torch.tensor(raw))
+        expected = model.ensemble_.predict(standardised).probs
+        np.testing.assert_allclose(model.predict_proba(raw), expected, rtol=1e-4)
+
+    def test_raw_and_prepared_are_not_mixed(self, digits):
+        """The same numbers in another type would miss, or get, the standardisation."""
+        X, y = digits
+        raw, floats = (X * 15).astype(np.uint8), X.astype(np.float32)
+        model = small(epochs=1).fit(raw, y)
+        for other in (raw.astype(np.float32), raw.astype(np.float64), raw.astype(np.int64)):
+            with pytest.raises(ValueError, match=f"raw, uint8. Got {other.dtype}"):
+                model.predict(other)
+        with pytest.raises(ValueError, match="prepared, not uint8. Got uint8"):
+            small(epochs=1).fit(floats, y).predict_proba(raw)
+        model.set_params(warm_start=True)
+        with pytest.raises(ValueError, match="raw, uint8. Got float32"):
+            model.fit(floats, y)
 
     def test_another_size(self, digits):
         X, y = digits
@@ -266,6 +281,7 @@ def test_a_network_of_ones_own(iris):
 
 WRONG = {
     "one class": (dict(), np.zeros(150), "y must hold at least 2 classes. Got 1 class, "),
+    "one class, named": (dict(), np.full(150, "se"), "Got 1 class, 'se'."),
     "overlap": (dict(overlap=7), None, "overlap must be between 1 and 3. Got 7"),
     "method": (dict(method="bagging"), None, "method must be one of"),
     "numbers for classes": (dict(), np.linspace(0, 1, 150), "Unknown label type: continuous"),

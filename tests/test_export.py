@@ -268,3 +268,82 @@ def test_an_example_that_is_none(saved, tmp_path, cmcl):
     assert code == 2
     assert err.startswith("cmcl: --example must be a .npy file of numbers.")
     assert not (tmp_path / "n.pt2").exists()
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.classify = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.classify(x if x.sum() > 0 else -x)
+
+
+class Masked(nn.Module):
+    """A transformer that looks at its mask's values to see whether it is causal; or is told."""
+
+    def __init__(self, **told):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+        self.encode, self.classify, self.told = nn.TransformerEncoder(layer, 1), nn.Linear(6, 5), told
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(4))
+
+    def forward(self, x):
+        return self.classify(self.encode(x[:, None].expand(-1, 4, -1), mask=self.mask, **self.told).mean(1))
+
+
+def scripted():
+    return nn.Sequential(torch.jit.script(nn.Linear(6, 8)), nn.Linear(8, 5))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.parametrize("network", [Branching, Masked, scripted])
+def test_what_cannot_be_recorded_is_one_clear_error(network, tmp_path, capfd):
+    with pytest.raises(ValueError, match="must be networks that torch.export can record") as raised:
+        export(cmcl.Ensemble(network, 2), tmp_path / "m.pt2", torch.randn(4, 6), format="torch")
+    assert "\n" not in str(raised.value)
+    assert raised.value.__cause__ is None
+    assert raised.value.__context__ is None
+    assert capfd.readouterr().err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+class Eigen(Branching):
+    def forward(self, x):
+        return self.classify(x) + torch.linalg.eigvalsh(x.T @ x)[:5]
+
+
+@needs_onnx
+def test_an_operation_that_onnx_has_not(tmp_path):
+    ensemble = cmcl.Ensemble(Eigen, 2)
+    with pytest.raises(ValueError, match="must have every operation .*eigh.* format='torch'") as raised:
+        export(ensemble, tmp_path / "m.onnx", torch.randn(7, 6))
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cure_that_the_document_names(tmp_path):
+    assert "is_causal" in (Path(__file__).parents[1] / "docs" / "export.md").read_text()
+    ensemble = cmcl.Ensemble(lambda: Masked(is_causal=True), 2)
+    export(ensemble, tmp_path / "m.pt2", torch.randn(4, 6), format="torch")
+    assert (tmp_path / "m.pt2").exists()
+
+
+@pytest.mark.parametrize(
+    ("ensemble_type", "example", "message"),
+    [
+        (torch.float64, torch.randn(4, 6), "compute in float64. Got a torch.float32 tensor"),
+        (torch.float32, torch.randn(4, 6).double(), "compute in float32. Got a torch.float64 tensor"),
+        (torch.float32, torch.randn(4, 7), r"Got a torch.float32 tensor of shape \(4, 7\)"),
+    ],
+)
+def test_an_example_that_does_not_fit(ensemble_type, example, message, tmp_path):
+    ensemble = cmcl.Ensemble(lambda: nn.Linear(6, 5), 2).to(ensemble_type)
+    with pytest.raises(ValueError, match=message):
+        export(ensemble, tmp_path / "m.pt2", example, format="torch")
+
+
+def test_a_folder_is_refused_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(cmcl.Ensemble, "predict", pytest.fail)
+    with pytest.raises(ValueError, match="path must be a file to write, such as .* Got a folder."):
+        export(cmcl.Ensemble(lambda: nn.Linear(6, 5), 2), tmp_path, torch.randn(4, 6), format="torch")

@@ -61,3 +61,49 @@ def test_the_page_shows_it(trained, tmp_path):
     cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
     page = cmcl.report.write([folder], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "mine" in page
+
+
+class Tagger(nn.Module):
+    """Token ids (N, 7) -> a class for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.classify = nn.Embedding(50, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.classify(self.embed(x)).transpose(1, 2)
+
+
+OTHERS = {  # inputs that are no pictures: network, inputs, shape of the targets
+    "vectors": (lambda: nn.Linear(6, 5), torch.randn(64, 6), ()),
+    "double": (lambda: nn.Linear(6, 5).double(), torch.randn(64, 6, dtype=torch.float64), ()),
+    "tokens": (lambda: nn.Sequential(nn.EmbeddingBag(50, 5)), torch.randint(50, (64, 7)), ()),
+    "a class for each token": (Tagger, torch.randint(50, (64, 7)), (7,)),
+    "spectra": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), torch.randn(64, 3, 4), ()),
+    "feature maps": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(72, 5)), torch.randn(64, 8, 3, 3), ()),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_inputs_of_any_shape(kind, tmp_path):
+    build, x, shape = OTHERS[kind]
+    y = torch.randint(5, (64, *shape), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    ensemble = cmcl.Ensemble(build, 3)
+    recipe = cmcl.Recipe(members=3, overlap=2, steps=2, batch_size=16, optimizer="adam", lr=0.01)
+    folder = tmp_path / "mine"
+    result = cmcl.fit(ensemble, (x, y), recipe=recipe, out=folder, options=cmcl.Options(quiet=True))
+    made = cmcl.record(folder, ensemble, (x, y), recipe=recipe, result=result, outside=x.flip(0))
+    right = (ensemble.predict(x).probs.argmax(1) == y).double().mean().item()
+    assert made.errors["expected"]["averaged"] == pytest.approx(100 * (1 - right), abs=1e-4)
+    assert (made.test_examples, made.outside) == (64, "arrays")
+    assert Record.load(folder / "record.json") == made
+    assert not (folder / "gallery").exists()
+    page = cmcl.report.write([folder], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "mine" in page
+
+
+def test_as_many_targets_as_inputs(trained):
+    folder, ensemble, test, recipe, result = trained
+    with pytest.raises(ValueError, match="a target for each of 359 inputs. Got 3."):
+        cmcl.record(folder, ensemble, (test.images, test.targets[:3]), recipe=recipe, result=result)

@@ -140,6 +140,55 @@ def test_double_precision_stays(saved, tmp_path):
     assert next(cmcl.load(tmp_path / "double").parameters()).dtype == torch.float64
 
 
+class Counted(nn.Module):
+    """A count in double precision, as some metrics have, and a table that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.classify = nn.Linear(6, 5)
+        self.register_buffer("seen", torch.full((), 0.1, dtype=torch.float64))
+        self.register_buffer("scale", torch.ones(6), persistent=False)
+
+    def forward(self, x):
+        return self.classify(x * self.scale)
+
+
+def types(ensemble):
+    named = [*ensemble.members[0].named_parameters(), *ensemble.members[0].named_buffers()]
+    return {name: tensor.dtype for name, tensor in named}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_tensor_keeps_its_type(tmp_path, dtype):
+    ensemble = Ensemble(Counted, 2).to(dtype)
+    for member in ensemble.members:
+        member.seen = member.seen.double()
+    ensemble.save(tmp_path)
+    loaded = cmcl.load(tmp_path, network=Counted)
+    assert types(loaded) == types(ensemble)
+    assert loaded.members[1].seen.equal(ensemble.members[1].seen)
+    x = torch.randn(4, 6, dtype=dtype)
+    assert loaded.predict(x).probs.equal(ensemble.predict(x).probs)
+
+
+def test_single_precision_of_a_network_that_is_built_in_double(tmp_path):
+    ensemble = Ensemble(Counted, 2)
+    ensemble.save(tmp_path)
+    loaded = cmcl.load(tmp_path, network=lambda: Counted().double())
+    assert types(loaded) == types(ensemble)
+    x = torch.randn(4, 6)
+    assert loaded.predict(x).probs.equal(ensemble.predict(x).probs)
+
+
+def test_half_precision_beside_a_double_count(tmp_path):
+    ensemble = Ensemble(Counted, 2).half()
+    for member in ensemble.members:
+        member.seen = member.seen.double()
+    ensemble.save(tmp_path)
+    found = types(cmcl.load(tmp_path, network=Counted))
+    assert (found["classify.weight"], found["seen"]) == (torch.float32, torch.float64)
+
+
 def test_a_network_of_the_users_that_has_a_name(tmp_path):
     class Named(Own):
         name = "cnn"

@@ -133,6 +133,39 @@ def test_numbers_on_the_command_line(cmcl):
 
 
 @needs_altair
+@pytest.mark.parametrize("name", ["tuning.pdf", "folder.svg"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_search(name, tmp_path, cmcl, monkeypatch):
+    (tmp_path / "folder.svg").mkdir()
+    monkeypatch.setattr(tuning, "tune", pytest.fail)
+    code, _, err = cmcl("tune", "digits-cmcl", "--plot", tmp_path / name)
+    assert code == 2
+    assert err.startswith("cmcl: a picture must be")
+
+
+def test_a_picture_without_its_package_is_refused_before_the_search(tmp_path, cmcl, monkeypatch):
+    monkeypatch.setattr(tuning, "find_spec", lambda name: None)
+    monkeypatch.setattr(tuning, "tune", pytest.fail)
+    code, _, err = cmcl("tune", "digits-cmcl", "--plot", tmp_path / "tuning.svg")
+    assert code == 2
+    assert "the picture needs altair. Install it: pip install altair vl-convert-python" in err
+
+
+@pytest.mark.parametrize(
+    ("count", "eta", "share"), [(8, 2, 1 / 8), (8, 3, 1 / 3), (9, 3, 1 / 9), (9, 2, 1 / 8)]
+)
+def test_the_first_rung(count, eta, share):
+    """The power of eta up to the number of candidates: eta 2 may begin shorter or longer than eta 3."""
+    few = candidates(count)
+
+    def score(name, recipe):
+        return recipe.beta
+
+    assert successive_halving(few, score, eta=eta)[0].share == share
+    (only,) = successive_halving(few, score, eta=count + 1)
+    assert (only.share, only.kept) == (1, ["c0"]), "all in full"
+
+
+@needs_altair
 def test_plot(tmp_path):
     rows = [
         {"name": f"b{b}k{k}", "beta": b, "overlap": k, "held_out": 10 * b + k, "kept": k == 2}

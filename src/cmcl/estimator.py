@@ -107,12 +107,13 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         check_classification_targets(y)
         classes, targets = np.unique(y, return_inverse=True)
         if len(classes) < 2:
-            raise ValueError(f"y must hold at least 2 classes. Got 1 class, {classes[0]!r}.")
+            raise ValueError(f"y must hold at least 2 classes. Got 1 class, {classes.tolist()[0]!r}.")
         if goes_on:
-            self._check_same(X, classes)
+            self._check_kind(X)
+            self._check_classes(classes)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         if not goes_on:
-            self.classes_, self.shape_ = classes, X.shape[1:]
+            self.classes_, self.shape_, self.raw_ = classes, X.shape[1:], _is_raw(X)
             self.ensemble_ = self._build(seed).to(_precision(X, self.device))
         result = fit(
             self.ensemble_,
@@ -164,29 +165,38 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     def _answer(self, X: Any) -> Prediction:
         check_is_fitted(self)
         X = validate_data(self, X, allow_nd=True, reset=False)
-        self._check_shape(X)
+        self._check_kind(X)
         return self.ensemble_.predict(self._tensor(X), batch_size=1000)
 
     def _tensor(self, X: Array) -> Tensor:
         """A copy for torch: raw images stay raw."""
-        raw = X.dtype == np.uint8 and X.ndim == 4
-        return torch.tensor(X) if raw else torch.tensor(X, dtype=next(self.ensemble_.parameters()).dtype)
+        dtype = None if self.raw_ else next(self.ensemble_.parameters()).dtype
+        return torch.tensor(X, dtype=dtype)
 
     def _classes(self, probs: Tensor) -> Array:
         found: Array = self.classes_[probs.argmax(-1).numpy()]
         return found
 
-    def _check_same(self, X: Array, classes: Array) -> None:
-        self._check_shape(X)
+    def _check_classes(self, classes: Array) -> None:
         if not np.array_equal(classes, self.classes_):
             raise ValueError(
                 f"y must hold the classes of the last fit with warm_start=True, {self.classes_.tolist()}. "
                 f"Got {classes.tolist()}."
             )
 
-    def _check_shape(self, X: Array) -> None:
+    def _check_kind(self, X: Array) -> None:
         if X.shape[1:] != self.shape_:
             raise ValueError(f"X must have shape (N, {', '.join(map(str, self.shape_))}). Got {X.shape}.")
+        if _is_raw(X) != self.raw_:
+            kind = "raw, uint8" if self.raw_ else "prepared, not uint8"
+            raise ValueError(
+                f"X must be images as in fit: {kind}. Got {X.dtype}. Give both the same type, because raw "
+                "images are standardised and others are taken as they are."
+            )
+
+
+def _is_raw(X: Array) -> bool:
+    return X.dtype == np.uint8 and X.ndim == 4
 
 
 def _precision(X: Array, device: str) -> torch.dtype:

@@ -4,10 +4,11 @@ M members, B batch, C classes. The graph takes a batch of any size and gives wha
 """
 
 import copy
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,10 +86,11 @@ def export(
     if format == "onnx":
         _need_onnx()
     path, example = Path(path), example.detach().cpu()
+    if path.is_dir():
+        raise ValueError(f"path must be a file to write, such as {path / f'model.{format}'}. Got a folder.")
     fixed = _fixed(ensemble)
-    expected = fixed.predict(example)
-    graph = Graph(fixed, raw=example.dtype == torch.uint8).eval()
-    program = torch.export.export(graph, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    expected = _predict(fixed, example)
+    program = _trace(Graph(fixed, raw=example.dtype == torch.uint8).eval(), example)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         runner = _write_onnx(program, part) if format == "onnx" else _write_torch(program, part)
@@ -108,6 +110,35 @@ def onnx_runner(path: str | Path) -> Runner:
     return lambda x: [torch.from_numpy(y) for y in session.run(list(OUTPUTS), {"input": x.numpy()})]
 
 
+def _predict(ensemble: Ensemble, example: Tensor) -> Prediction:
+    try:
+        return ensemble.predict(example)
+    except (RuntimeError, IndexError) as error:
+        types = {str(p.dtype).removeprefix("torch.") for p in ensemble.parameters()}
+        raise ValueError(
+            f"example must be a batch that the members take; they compute in {', '.join(sorted(types))}. "
+            f"Got {checks.kind(example)}. torch says: {_first_line(error)}."
+        ) from error
+
+
+def _trace(graph: Graph, example: Tensor) -> torch.export.ExportedProgram:
+    """The operations as torch.export records them, which cannot record everything Python can do."""
+    with _without_chatter("torch"):
+        try:
+            return torch.export.export(graph, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        except Exception as error:  # of many types, most of them private
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+    # Not "from error": that one carries pages of torch's own state.
+    raise ValueError(
+        "the members must be networks that torch.export can record: no Python `if` on the values of tensors, "
+        f"no TorchScript. Got {reason}. Put torch.where in place of the `if`; docs/export.md has more cases."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].strip().rstrip(".")
+
+
 def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> Runner:
     size = sum(value.nbytes for value in [*program.state_dict.values(), *program.constants.values()])
     if size > _ONE_FILE:
@@ -115,16 +146,25 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> Runner:
             f"an ensemble must stay below 2 GiB to fit into one ONNX file. Got {size:,} bytes. "
             "Export it with format='torch'."
         )
-    with _without_chatter():
-        torch.onnx.export(
-            program,
-            f=str(path),
-            dynamo=True,
-            input_names=["input"],
-            output_names=list(OUTPUTS),
-            external_data=False,
-            verbose=False,
-        )
+    try:
+        with _without_chatter("torch.onnx"):
+            torch.onnx.export(
+                program,
+                f=str(path),
+                dynamo=True,
+                input_names=["input"],
+                output_names=list(OUTPUTS),
+                external_data=False,
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # the innermost names the operation
+            cause = cause.__cause__
+        raise ValueError(
+            f"ONNX must have every operation of the network. Got {_first_line(cause)}. "
+            "Put other operations in its place, or export with format='torch'."
+        ) from None
     return onnx_runner(path)
 
 
@@ -179,13 +219,13 @@ def _in_float32(transform: Transform) -> Callable[[Tensor], Tensor]:
 
 
 @contextmanager
-def _without_chatter() -> Iterator[None]:
-    """The exporter warns of its own future and of packages that it could use."""
-    logger = logging.getLogger("torch.onnx")
+def _without_chatter(name: str) -> Iterator[None]:
+    """The exporter warns of its own future and of packages that it could use, and prints where it failed."""
+    logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -106,7 +106,7 @@ def load(
     if config["output"] and output is None:
         raise ValueError(
             f"{folder} was saved with output={config['output']}, a function, which is not saved. "
-            "Pass output=, the function that picks the logits from what a member returns."
+            "Pass output= (--output MODULE:FUNCTION), which picks the logits from what a member returns."
         )
     weights = _read_weights(folder, config["weights"])
     count = len({key.split(".")[1] for key in weights if key.startswith("members.")})
@@ -117,8 +117,7 @@ def load(
     common = held_once(modules[0], join_stems(modules, stem["stem"])) if stem else []
     for m, module in enumerate(modules):
         own = {**_below("members.0.", weights, only=common), **_below(f"members.{m}.", weights)}
-        if any(value.dtype == torch.float64 for value in own.values()):
-            module.double()  # what was computed in double precision does not come back in less
+        _take_types(module, own)
         try:
             module.load_state_dict(own)
         except RuntimeError as error:
@@ -129,6 +128,19 @@ def load(
     ensemble = build(modules, **settings, output=output).to(device).eval()
     ensemble.transform = _transform(config["transform"], weights, root)
     return ensemble
+
+
+def _take_types(module: nn.Module, saved: dict[str, Tensor]) -> None:
+    """Each tensor as it was saved, single or double; half precision, made to be small, is not computed in."""
+    precise = {torch.float32, torch.float64}
+    built = {key: parameter.dtype for key, parameter in module.named_parameters() if key in saved}
+    kinds = {saved[key].dtype for key in built}
+    if len(kinds) == 1 and kinds <= precise and kinds != set(built.values()):
+        module.to(dtype=kinds.pop())  # with the buffers that are not saved
+    for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        dtype = saved[key].dtype if key in saved else tensor.dtype
+        if dtype in precise and tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor.data = tensor.data.to(dtype)
 
 
 class Missing(Transform):
@@ -200,7 +212,7 @@ def _build(folder: Path, member: dict[str, Any]) -> nn.Module:
     if name not in NETWORKS:
         raise ValueError(
             f"{folder} holds {member.get('class') or name!r}, which is not a network of cmcl's own. "
-            "Pass network=, a function that builds one member."
+            "Pass network= (--network MODULE:FUNCTION), a function that builds one member."
         )
     try:
         return NETWORKS[name](**member["options"])

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -179,19 +180,24 @@ def _table(rung: Rung, candidates: Mapping[str, Recipe]) -> dict[str, Any]:
     } | {"rows": rows}
 
 
+def check_plot(path: str | Path) -> None:
+    """Whether `plot` can draw to that file, to be asked before hours of search."""
+    for name in ("altair", "vl_convert"):
+        if find_spec(name) is None:
+            raise ImportError(f"the picture needs {name}. Install it: pip install altair vl-convert-python")
+    if Path(path).suffix not in {".svg", ".png"}:
+        raise ValueError(f"a picture must be .svg or .png. Got {Path(path).name!r}.")
+    if Path(path).is_dir():
+        raise ValueError(f"a picture must be a file. Got the folder {path}.")
+
+
 def plot(result: Mapping[str, Any], path: str | Path) -> None:
     """A picture of the rounds, beta across and K up; .svg or .png. Who goes on has a frame."""
-    try:
-        import altair
-        import vl_convert
-    except ImportError as error:
-        raise ImportError(
-            f"the picture needs {error.name}. Install it: pip install altair vl-convert-python"
-        ) from None
+    check_plot(path)
+    import altair
+    import vl_convert
 
     path = Path(path)
-    if path.suffix not in {".svg", ".png"}:
-        raise ValueError(f"a picture must be .svg or .png. Got {path.name!r}.")
     first = result["rungs"][0]["rows"]
     betas, overlaps = (sorted({row[key] for row in first}) for key in ("beta", "overlap"))
     charts = []

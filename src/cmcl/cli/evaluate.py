@@ -10,8 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .runs import data_of, find_ensembles, label_of
-from .shared import AsJson, Device, Root, check_device, number, parse_pairs, print_json, print_table
+from .runs import data_of, find_ensembles, label_of, open_ensemble
+from .shared import (
+    AsJson,
+    Data,
+    DataOption,
+    Device,
+    OwnNetwork,
+    OwnOutput,
+    Root,
+    check_device,
+    number,
+    parse_pairs,
+    print_json,
+    print_table,
+    users_shapes,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,14 +50,14 @@ def evaluate(
     ood: Annotated[
         str | None, typer.Option(metavar="SET", help="A set of another kind, such as svhn.")
     ] = None,
-    data: Annotated[str | None, typer.Option(metavar="SET", help="Instead of the run's own set.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of --data, such as size=[32,32].")
-    ] = None,
+    data: Data = None,
+    option: DataOption = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="The first so many images of each set only.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 250,
+    network: OwnNetwork = None,
+    output: OwnOutput = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -62,7 +76,10 @@ def evaluate(
     test = load(name, split="test", root=root, **parse_pairs(option or [], "--option"))
     outside = None if ood is None else load(ood, split="test", root=root)
     sets = [None if one is None else one[:limit] for one in (test, outside)]
-    results = [_measure(place, sets[0], sets[1], root, device, batch_size) for place in places]
+    results = []
+    for place in places:
+        ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
+        results.append(_measure(ensemble, label_of(place), sets[0], sets[1], batch_size))
     keys = [key for key in COLUMNS if key in results[0]]
     whole: dict[str, Any] = {
         "run": str(run),
@@ -85,17 +102,14 @@ def evaluate(
 
 
 def _measure(
-    place: Path, test: "Dataset | None", outside: "Dataset | None", root: Path | None, device: str, batch: int
+    ensemble: "Ensemble", label: str, test: "Dataset | None", outside: "Dataset | None", batch: int
 ) -> dict[str, float]:
     from .. import metrics
     from ..data.dataset import IGNORE
-    from ..data.files import data_root
-    from ..saving import load
 
     assert test is not None
-    ensemble = load(place, device=device, root=data_root(root))
-    probs = _probs(ensemble, test, batch, label_of(place))
-    unseen = None if outside is None else _probs(ensemble, outside, batch, f"{label_of(place)}, unseen")
+    probs = _probs(ensemble, test, batch, label)
+    unseen = None if outside is None else _probs(ensemble, outside, batch, f"{label}, unseen")
     dense = test.targets.ndim > 1
     found = metrics.summary(probs, test.targets, outside=unseen, ignore_index=IGNORE if dense else None)
     values = {
@@ -123,4 +137,5 @@ def _probs(ensemble: "Ensemble", data: "Dataset", batch_size: int, title: str) -
     parts = track(
         data.images.split(batch_size), title, console=console, disable=not sys.stderr.isatty(), transient=True
     )
-    return torch.cat([ensemble.predict(part).member_probs.cpu() for part in parts], 1)
+    with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {data.source};"):
+        return torch.cat([ensemble.predict(part).member_probs.cpu() for part in parts], 1)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .runs import data_of, find_ensembles, label_of
-from .shared import AsJson, Root, note, print_json
+from .runs import data_of, find_ensembles, label_of, open_ensemble
+from .shared import AsJson, OwnNetwork, OwnOutput, Root, check_writable, note, print_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,8 @@ def export(
         Path | None, typer.Option(metavar="FILE.npy", help="Inputs to compare on, instead of test images.")
     ] = None,
     images: Annotated[int, typer.Option(min=2, help="How many test images to compare on.")] = 200,
+    network: OwnNetwork = None,
+    output: OwnOutput = None,
     as_json: AsJson = False,
 ) -> None:
     """Write an ensemble as one file: ONNX or torch.export.
@@ -28,15 +30,15 @@ def export(
     Preprocessing, members, mean and choice are one graph, checked against PyTorch on real images. In: raw
     images, uint8 (batch, channels, height, width). Out: probs, member_probs, entropy, chosen.
     """
-    from ..data.files import data_root
     from ..export import export as write
-    from ..saving import load
 
+    check_writable(out, "--out")
     place, *others = find_ensembles(run)
     if others:
         note(f"{run} holds {len(others) + 1} ensembles. This is the first, {label_of(place)}.")
     inputs = _read(example) if example else _test_images(place, root, images)
-    done = write(load(place, root=data_root(root)), out, inputs, format=format)
+    ensemble = open_ensemble(place, root=root, network=network, output=output)
+    done = write(ensemble, out, inputs, format=format)
     if as_json:
         print_json(done._asdict() | {"path": str(done.path)})
         return

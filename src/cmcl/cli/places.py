@@ -1,14 +1,11 @@
 """`cmcl places`: where in a network the members of an ensemble can share features."""
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .shared import AsJson, parse_pairs, print_json, print_table
+from .shared import AsJson, import_function, parse_pairs, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,7 +34,8 @@ def places(
     from ..places import find_places
 
     module = _build(network, parse_pairs(option or [], "--option"))
-    found = find_places(module, _input(shape, tokens))
+    with users_shapes(f"--input (and --tokens) must describe an input that {network} takes. Got {shape};"):
+        found = find_places(module, _input(shape, tokens))
     if usable:
         found = [place for place in found if place.problem is None]
     if as_json:
@@ -61,7 +59,10 @@ def _build(name: str, options: dict[str, Any]) -> "nn.Module":
 
     from ..networks import NETWORKS
 
-    function = NETWORKS[name] if name in NETWORKS else _import(name, list(NETWORKS))
+    if name in NETWORKS:
+        function: Callable[..., Any] = NETWORKS[name]
+    else:
+        function = import_function(name, f"the network must be one of {', '.join(NETWORKS)}, or")
     try:
         module = function(**options)
     except TypeError as error:
@@ -71,28 +72,6 @@ def _build(name: str, options: dict[str, Any]) -> "nn.Module":
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name} must return a torch.nn.Module. Got {type(module).__name__}.")
     return module
-
-
-def _import(name: str, ours: list[str]) -> Callable[..., Any]:
-    module, separator, function = name.partition(":")
-    if not (module and separator and function):
-        raise ValueError(
-            f"the network must be one of {', '.join(ours)}, or MODULE:FUNCTION, such as mynet:build. "
-            f"Got {name!r}."
-        )
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: a user's file lies where he is
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{module} must be a Python module that can be imported from {here}. {error}."
-        ) from error
-    except AttributeError as error:
-        raise ValueError(f"{module} must have the function {function}. {error}.") from error
-    if not callable(found):
-        raise TypeError(f"{name} must be a function that builds a network. Got {type(found).__name__}.")
-    return found  # type: ignore[no-any-return]
 
 
 def _input(shape: str, tokens: int | None) -> "Tensor":

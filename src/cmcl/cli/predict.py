@@ -8,8 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .runs import SETS, data_of, find_ensembles
-from .shared import AsJson, Device, Root, check_device, note, print_json, print_table
+from .runs import SETS, data_of, find_ensembles, open_ensemble
+from .shared import (
+    AsJson,
+    Device,
+    OwnNetwork,
+    OwnOutput,
+    Root,
+    check_device,
+    note,
+    print_json,
+    print_table,
+    users_shapes,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +35,8 @@ def predict(
     resize: Annotated[
         bool, typer.Option("--resize", help="Bring images to the size that is needed.")
     ] = False,
+    network: OwnNetwork = None,
+    output: OwnOutput = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -31,9 +44,6 @@ def predict(
 
     Shows each member's class, confidence and entropy, the most confident member, and the ensemble's answer.
     """
-    from ..data.files import data_root
-    from ..saving import load
-
     for path in images:
         if not path.is_file():
             raise FileNotFoundError(f"{path} must be an image file. Got no such file.")
@@ -41,10 +51,15 @@ def predict(
     if others:
         note(f"{run} holds {len(others) + 1} ensembles; asking {place.parent.name}.")
     name = data_of(place)
-    ensemble = load(place, device=check_device(device), root=data_root(root))
+    ensemble = open_ensemble(place, root=root, device=check_device(device), network=network, output=output)
     shape, classes = _expected(ensemble, name)
     pixels = _read(images, shape, resize, dense=_is_dense(ensemble))
-    answers = [_answer(*one) for one in _each(images, ensemble.predict(pixels, batch_size=250), classes)]
+    height, width = pixels.shape[2:]
+    with users_shapes(f"images must have the size that {run} was trained on. Got {height} x {width};"):
+        found = ensemble.predict(pixels, batch_size=250)
+    if len(classes) != found.probs.shape[1]:  # a network of the user's own does not say how many it knows
+        classes = [str(i) for i in range(found.probs.shape[1])]
+    answers = [_answer(*one) for one in _each(images, found, classes)]
     if as_json:
         print_json(answers)
         return
@@ -57,8 +72,15 @@ def _expected(ensemble: "Ensemble", data: str | None) -> tuple[tuple[int, int | 
     classes = [str(i) for i in range(options.get("classes", 0))]
     if data in SETS:
         shape, names = SETS[data]
-        return shape, names if len(names) == len(classes) else classes
-    return (options.get("channels", 3), options.get("size"), options.get("size")), classes
+        return shape, names if len(classes) in {0, len(names)} else classes
+    return (options.get("channels") or _channels(ensemble), options.get("size"), options.get("size")), classes
+
+
+def _channels(ensemble: "Ensemble") -> int:
+    """As the images had that were standardised for a network of the user's own."""
+    learned = {} if ensemble.transform is None else ensemble.transform.state()[1]
+    mean = learned.get("mean")
+    return 3 if mean is None or mean.ndim < 3 else mean.shape[-3]
 
 
 def _is_dense(ensemble: "Ensemble") -> bool:

@@ -5,8 +5,21 @@ from typing import Annotated
 
 import typer
 
-from .runs import data_of, find_ensembles
-from .shared import AsJson, Device, Root, check_device, print_json
+from .runs import data_of, find_ensembles, open_ensemble
+from .shared import (
+    AsJson,
+    Data,
+    DataOption,
+    Device,
+    OwnNetwork,
+    OwnOutput,
+    Root,
+    check_device,
+    check_writable,
+    parse_pairs,
+    print_json,
+    users_shapes,
+)
 
 
 def reject(
@@ -17,10 +30,14 @@ def reject(
         str, typer.Option(help="What to reject by: confidence, mean_entropy, ...")
     ] = "confidence",
     root: Root = None,
+    data: Data = None,
+    option: DataOption = None,
     limit: Annotated[int | None, typer.Option(min=2, help="The first so many test images only.")] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Keep the threshold in a JSON file.")
     ] = None,
+    network: OwnNetwork = None,
+    output: OwnOutput = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -32,20 +49,22 @@ def reject(
     """
     import json
 
-    from ..data import load as load_data
-    from ..data.files import data_root
+    from ..data import load
     from ..rejecting import ABSTAIN, calibrate, decide
-    from ..saving import load
 
+    check_writable(out, "--out")
     place = find_ensembles(run)[0]
-    name = data_of(place)
+    name = data or data_of(place)
     if name is None:
         raise ValueError(
-            f"{run} must say what it was trained on. It does not; use cmcl.rejecting from Python."
+            f"--data must name the set to calibrate on: {run} does not say what it was trained on. "
+            "For inputs of another kind use cmcl.rejecting from Python."
         )
-    test = load_data(name, split="test", root=root)[:limit]
-    ensemble = load(place, device=check_device(device), root=data_root(root))
-    probs = ensemble.predict(test.images, batch_size=250).member_probs
+    device = check_device(device)
+    test = load(name, split="test", root=root, **parse_pairs(option or [], "--option"))[:limit]
+    ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
+    with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {name};"):
+        probs = ensemble.predict(test.images, batch_size=250).member_probs
     threshold = calibrate(probs[:, ::2], test.targets[::2], risk=risk, confidence=confidence, score=score)
     answers, truth = decide(probs[:, 1::2], threshold), test.targets[1::2]
     given = answers != ABSTAIN

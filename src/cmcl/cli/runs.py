@@ -2,7 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from .shared import import_function
+
+if TYPE_CHECKING:
+    from ..ensemble import Ensemble
 
 Shape = tuple[int, int, int]  # (C, H, W)
 
@@ -37,6 +42,27 @@ def find_ensembles(run: Path) -> list[Path]:
     cure = nearest(run.name, beside) if not run.exists() and beside else ""
     message = f"{run} must be a run folder of `cmcl train` or a saved ensemble. Got neither. {cure}"
     raise FileNotFoundError(message.strip())
+
+
+def open_ensemble(
+    place: Path,
+    *,
+    root: Path | None,
+    device: str = "cpu",
+    network: str | None = None,
+    output: str | None = None,
+) -> "Ensemble":
+    """A saved ensemble; `network` and `output` are the user's MODULE:FUNCTION, where it needs them."""
+    from ..data.files import data_root
+    from ..saving import load
+
+    return load(
+        place,
+        network=None if network is None else import_function(network, "--network must be"),
+        output=None if output is None else import_function(output, "--output must be", "picks the logits"),
+        device=device,
+        root=data_root(root),
+    )
 
 
 def data_of(ensemble: Path) -> str | None:

@@ -58,11 +58,11 @@ def parse_pairs(pairs: Sequence[str], option: str) -> dict[str, Any]:
     return values
 
 
-def import_function(name: str, option: str) -> Callable[..., Any]:
-    """A user's function, from a module that lies where he is or is installed."""
+def import_function(name: str, place: str, does: str = "builds a network") -> Callable[..., Any]:
+    """A user's function, from a module that lies where he is or is installed; `place` is what named it."""
     module, separator, function = name.partition(":")
     if not (module and separator and function):
-        raise ValueError(f"{option} must be MODULE:FUNCTION, such as mynet:build. Got {name!r}.")
+        raise ValueError(f"{place} MODULE:FUNCTION, such as mynet:build. Got {name!r}.")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
     try:
@@ -74,7 +74,7 @@ def import_function(name: str, option: str) -> Callable[..., Any]:
     except AttributeError as error:
         raise ValueError(f"{module} must have the function {function}. {error}.") from error
     if not callable(found):
-        raise TypeError(f"{name} must be a function. Got {type(found).__name__}.")
+        raise TypeError(f"{name} must be a function that {does}. Got {type(found).__name__}.")
     return found  # type: ignore[no-any-return]
 
 

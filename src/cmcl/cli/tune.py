@@ -45,9 +45,12 @@ def tune(
     By successive halving: the better candidates train longer. The test set is looked at once, in the end. A
     command that was stopped goes on where it was.
     """
+    from ..tuning import check_plot
     from ..tuning import plot as draw
     from ..tuning import tune as search
 
+    if plot is not None:
+        check_plot(plot)
     with ending():
         result = search(
             recipe,

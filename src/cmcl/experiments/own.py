@@ -1,10 +1,14 @@
-"""A run of your own, measured: what `cmcl report` shows of named recipes, for any network and any images."""
+"""A run of your own, measured: what `cmcl report` shows of named recipes, for any network and any inputs."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from ..data import from_arrays
+from ..data.checksum import tensor_checksum
 from ..data.dataset import Dataset
 from ..engine import Options, Result
 from ..ensemble import Ensemble
@@ -13,6 +17,18 @@ from . import environment
 from .gallery import write_gallery
 from .measure import measure
 from .records import Record
+
+PIXELS = (torch.uint8, torch.float32)
+CHANNELS = (1, 3, 4)  # that can be drawn
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is no picture (vectors, token ids, spectra): of a `Dataset` what can be measured."""
+
+    images: Tensor
+    targets: Tensor
+    source: str = "arrays"
 
 
 def record(
@@ -23,20 +39,23 @@ def record(
     recipe: Recipe,
     result: Result,
     seed: int = 0,
-    outside: Dataset | None = None,
+    outside: Dataset | Tensor | None = None,
     options: Options | None = None,
 ) -> Record:
-    """Measure an ensemble that `fit` trained; leave record.json, gallery/ and ensemble/ in its run folder.
+    """Measure an ensemble that `fit` trained; leave record.json and ensemble/ in its run folder.
+
+    And gallery/, if the inputs are pictures.
 
     Args:
         folder: the `out` of `fit`; its name becomes the record's.
         ensemble: as `fit` left it.
-        test: images that it has not learned, with their targets: a `Dataset`, or (images, targets).
+        test: inputs that it has not learned, with their targets: a `Dataset`, or (inputs, targets).
         recipe, result, seed, options: what `fit` was given and what it returned.
-        outside: images of a kind that it has never seen.
+        outside: inputs of a kind that it has never seen.
     """
     folder = Path(folder)
-    test = test if isinstance(test, Dataset) else from_arrays(*test, split="test")
+    data = test if isinstance(test, Dataset) else _data(*test)
+    unseen = Inputs(outside, outside) if isinstance(outside, Tensor) else outside
     made = Record(
         name=folder.name,
         recipe=recipe.to_json(),
@@ -44,16 +63,27 @@ def record(
         seed=seed,
         full_length=True,
         full_test=True,
-        test_examples=len(test),
-        checksums={"test": test.checksum},
-        outside=None if outside is None else outside.source,
+        test_examples=len(data.images),
+        checksums={"test": tensor_checksum({"images": data.images, "targets": data.targets})},
+        outside=None if unseen is None else unseen.source,
         steps=result.steps,
         seconds=round(result.seconds, 3),
         together=[seed],
         **environment.facts(options or Options()),
-        **measure(ensemble, test, outside=outside, seed=seed),
+        # it reads images and targets only, whatever their shape
+        **measure(ensemble, cast(Dataset, data), outside=cast("Dataset | None", unseen), seed=seed),
     )
     ensemble.save(folder / "ensemble")
-    write_gallery(folder / "gallery", ensemble, test, test.images)
+    if isinstance(data, Dataset):
+        write_gallery(folder / "gallery", ensemble, data, data.images)
     made.save(folder / "record.json")
     return made
+
+
+def _data(inputs: Tensor, targets: Tensor) -> Dataset | Inputs:
+    """Images as a set of images, and everything else as it is."""
+    inputs, targets = torch.as_tensor(inputs), torch.as_tensor(targets)
+    if len(inputs) != len(targets):
+        raise ValueError(f"test must hold a target for each of {len(inputs)} inputs. Got {len(targets)}.")
+    is_picture = inputs.ndim == 4 and inputs.shape[1] in CHANNELS and inputs.dtype in PIXELS
+    return from_arrays(inputs, targets, split="test") if is_picture else Inputs(inputs, targets)
