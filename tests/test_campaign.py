@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +14,15 @@ import pytest
 import torch
 
 import cmcl
-from cmcl.experiments import CELLS, Cell, __main__
+from cmcl.engine.checkpoint import Checkpoints
+from cmcl.experiments import CELLS, Cell, __main__, environment
 from cmcl.experiments import campaign as module
 from cmcl.experiments.campaign import campaign, parse_budget, plan
-from cmcl.experiments.costs import expected_seconds
+from cmcl.experiments.costs import START, at_its_own_speed, expected_seconds
 from cmcl.experiments.deadline import stopping_after
-from cmcl.experiments.recipes import DIGITS, RECIPES
+from cmcl.experiments.recipes import DIGITS, OUTSIDE, RECIPES
 from cmcl.experiments.records import load_records, summarise
-from cmcl.experiments.run import run
+from cmcl.experiments.run import run, run_folder
 
 OPTIONS = cmcl.Options(device="cpu", quiet=True)
 TINY = replace(
@@ -92,6 +94,59 @@ def test_one_seed_of_everything_then_the_others_together(go):
     assert [record.together for record in report.records if record.name == "tiny-ie"] == [[0], [1, 2], [1, 2]]
 
 
+def test_what_another_process_did_meanwhile_is_not_done_again(go, tmp_path, monkeypatch):
+    """Its records come while the first of ours trains: all of one job's seeds, and one of another's."""
+    trained, lines = [], []
+
+    def watched(name, seeds, **more):
+        if not trained:
+            run("tiny-mcl", (0,), **more | {"out": tmp_path / "others"})
+            run("tiny-ie", (2,), **more | {"out": tmp_path / "others"})
+        trained.append((name, *seeds))
+        return run(name, seeds, **more)
+
+    monkeypatch.setattr(module, "run", watched)
+    report = go(IE, MCL, seeds=(0, 1, 2), say=lines.append)
+    assert trained == [("tiny-ie", 0), ("tiny-ie", 1), ("tiny-mcl", 1, 2)]
+    assert "tiny-mcl seed 0: has its records by now" in lines
+    assert report.left == {}
+
+
+class TestWithoutUnseenData:
+    """Figure 2 needs a second set. Where it is not there, nothing is trained over and over for it."""
+
+    @pytest.fixture(autouse=True)
+    def outside(self, monkeypatch):
+        """Figure 2's set of tiny-ie: CIFAR-10, as good as any that may be missing."""
+        monkeypatch.setitem(OUTSIDE, "digits", "cifar10")
+
+    @pytest.mark.parametrize("cells", [("fig2a",), ("table1", "fig2a")])
+    def test_not_trained_again(self, go, tmp_path, cells):
+        wanted = [cell("tiny-ie", where, "ie") for where in cells]
+        with pytest.warns(UserWarning, match="figure 2 goes without"):
+            assert names(go(*wanted, root=tmp_path)) == ["tiny-ie"]
+        shutil.rmtree(tmp_path / "runs")
+        with pytest.warns(UserWarning, match="figure 2 goes without"):
+            assert go(*wanted, root=tmp_path).jobs == []
+
+    def test_once_it_is_there(self, go, tmp_path, monkeypatch):
+        with pytest.warns(UserWarning, match="figure 2 goes without"):
+            go(cell("tiny-ie", "fig2a", "ie"), root=tmp_path)
+        monkeypatch.setitem(OUTSIDE, "digits", "digits")
+        (record,) = go(cell("tiny-ie", "fig2a", "ie"), root=tmp_path).records
+        assert record.outside == "digits"
+        assert go(cell("tiny-ie", "fig2a", "ie"), root=tmp_path).jobs == []
+
+
+def test_a_damaged_record_stops_nothing(go, tmp_path):
+    go(IE, MCL)
+    damaged = next((tmp_path / "results" / "records").glob("tiny-mcl--*"))
+    damaged.write_text(damaged.read_text().replace('"errors": {', '"errors": {}, "_": {'))
+    with pytest.warns(UserWarning, match="left out: .*tiny-mcl"):
+        assert names(go(IE, MCL)) == ["tiny-mcl"]
+    assert go(IE, MCL).jobs == [], "it was written anew"
+
+
 def test_a_changed_recipe_is_trained_again(go, monkeypatch):
     go(IE)
     monkeypatch.setitem(RECIPES, "tiny-ie", replace(TINY, lr=0.005))
@@ -121,7 +176,9 @@ def test_nothing_starts_that_cannot_be_expected_to_end(go, monkeypatch):
 def test_what_is_late_saves_itself_and_goes_on(go):
     report = go(LONG, MCL, budget_seconds=0.01, unfinished=True)
     assert report.records == []
-    assert "stopped by SIGTERM at step" in report.left["tiny-long seed 0"]
+    left = report.left["tiny-long seed 0"]
+    assert left.startswith("time over at step ")
+    assert "resume" not in left, "a campaign has no such option"
     (job, _) = go(LONG, MCL, dry_run=True).jobs
     assert 0 < job.done < 1
     assert names(go(LONG)) == ["tiny-long"]
@@ -238,9 +295,46 @@ def test_costs_learn_from_records_of_the_same_device(go):
     assert expected_seconds(TINY, 1, [record], record.device, cpu=True) == pytest.approx(record.seconds)
 
 
+class TestItsOwnSpeed:
+    @pytest.fixture
+    def interrupted(self, tmp_path):
+        """A checkpoint at step 100 of 600, after so many seconds on some device."""
+
+        def make(seconds, device="H200", step=100):
+            folder = run_folder(tmp_path / "runs", "tiny-long", TINIES["tiny-long"], (0,))
+            Checkpoints(folder / "checkpoints").save(step, {}, {"seconds": seconds})
+            environment.keep(folder, 0, environment.facts(OPTIONS) | {"device": device})
+            return folder
+
+        return make
+
+    def test_by_hand(self, interrupted):
+        folder = interrupted(1000.0 + START)
+        assert at_its_own_speed(folder, 600, "H200", cpu=False) == pytest.approx(5000 + START)
+
+    def test_where_it_tells_little(self, interrupted, tmp_path):
+        assert at_its_own_speed(tmp_path, 600, "H200", cpu=False) is None, "not begun"
+        assert at_its_own_speed(interrupted(1.9 * START), 600, "H200", cpu=False) is None, "hardly begun"
+        assert at_its_own_speed(interrupted(1000.0), 100, "H200", cpu=False) is None, "finished"
+        assert at_its_own_speed(interrupted(1000.0), 600, "A100", cpu=False) is None, "another device"
+
+    def test_damage(self, interrupted):
+        folder = interrupted(1000.0)
+        next((folder / "checkpoints").iterdir()).write_bytes(b"broken")
+        assert at_its_own_speed(folder, 600, "H200", cpu=False) is None
+
+    def test_the_budget_uses_it(self, go, interrupted):
+        here = environment.facts(OPTIONS)["device"]
+        interrupted(1000.0 + START / 10, device=here)
+        (job,) = go(LONG, dry_run=True).jobs
+        assert (job.seconds, job.done) == (pytest.approx(5000 + START / 10), pytest.approx(1 / 6))
+        assert job.device == here
+        assert "expected to take 5006 s" in go(LONG, budget_seconds=4000).left["tiny-long seed 0"]
+
+
 def test_budgets():
     assert [parse_budget(t) for t in ("90", "90s", "25m", "1h30m", "0.5h")] == [90, 90, 1500, 5400, 1800]
-    for text in ("", "m", "25 minutes", "-3", "0", "nan", "5m3"):
+    for text in ("", "m", "25 minutes", "-3", "0", "0m", "0h0s", "nan", "5m3"):
         with pytest.raises(ValueError, match="25m"):
             parse_budget(text)
 
@@ -264,7 +358,8 @@ def test_from_the_command_line(capsys, monkeypatch, tmp_path):
     assert main("run", "tiny-ie", "--quiet")[1] == "tiny-ie: has its records\n"
     code, text = main("run", "tiny-long", "--quiet", "--budget", "0.01s")
     assert code == 3
-    assert "go on with resume" in text
+    assert text.startswith("tiny-long: time over at step ")
+    assert "the same command goes on" in text
     assert main("run", "tiny-longer", "--quiet") == (
         2,
         "cmcl: recipe must be a known name. Got 'tiny-longer'. Did you mean 'tiny-long'?\n",

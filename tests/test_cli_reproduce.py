@@ -1,6 +1,7 @@
 """`cmcl reproduce`: plans, status, time, searches; and `cmcl report` from what it leaves."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,7 @@ def test_a_dry_run_lists_cells_with_their_costs(reproduce):
         cell.name for cell in CELLS if cell.where[0] == "table1"
     ]
     assert lines[-1].startswith("5 runs, ")
+    assert re.search(r" in all, on .*\d threads\.$", lines[-1]), "which device it would be"
     code, out, _ = reproduce("table1", "--dry-run", "--json", "--seeds", 2)
     jobs = json.loads(out)
     assert code == 0
@@ -93,14 +95,40 @@ def test_train_then_nothing_is_missing(reproduce, tiny, tmp_path):
     assert " ± " in out
 
 
+@pytest.mark.filterwarnings("default")  # shown, as to a user
+def test_a_damaged_record(reproduce, tiny, tmp_path):
+    reproduce("table9", "--quiet", "--seeds", 2, "--device", "cpu")
+    (damaged,) = (tmp_path / "results" / "records").glob("*seed0.json")
+    damaged.write_text(json.dumps(json.loads(damaged.read_text()) | {"errors": {}}))
+    code, out, err = reproduce("--status", "--json")
+    assert code == 0
+    assert json.loads(out)[0]["ours"]["top1"]["n"] == 1, "the other one counts"
+    assert err.startswith(f"cmcl: left out: {damaged} must be a record of a run. Got something else (no 'exp")
+    assert err.count("\n") == 1
+    assert json.loads(reproduce("table9", "--dry-run", "--seeds", 2, "--json")[1])[0]["seeds"] == [0]
+
+
+def test_ctrl_c_while_measuring(reproduce, tiny, monkeypatch):
+    def interrupt(*args, **more):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cmcl.experiments.run.measure", interrupt)
+        code, _, err = reproduce("table9", "--quiet", "--device", "cpu")
+    assert (code, err) == (130, "cmcl: stopped. What was saved is kept: the same command goes on.\n")
+    assert reproduce("table9", "--quiet", "--device", "cpu")[0] == 0
+
+
 def test_time_over(reproduce, tiny, monkeypatch):
     monkeypatch.setitem(RECIPES, "tiny-ie", replace(TINY, steps=10**6))
     code, out, _ = reproduce("table9", "--quiet", "--budget", "1s", "--device", "cpu")
     assert code == 3
     assert "expected to take" in out
-    code, out, _ = reproduce("table9", "--quiet", "--budget", "1s", "--unfinished", "--device", "cpu")
+    code, out, err = reproduce("table9", "--quiet", "--budget", "1s", "--unfinished", "--device", "cpu")
     assert code == 3
-    assert "stopped by SIGTERM at step" in out
+    assert "tiny-ie seed 0: time over at step" in out
+    assert err.endswith("cmcl: not all is done: the same command goes on.\n")
+    assert "resume" not in out + err
     assert json.loads(reproduce("table9", "--dry-run", "--json")[1])[0]["done"] > 0
 
 

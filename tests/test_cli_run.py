@@ -96,8 +96,8 @@ class TestTrain:
         words = ["train", "tiny-cmcl", "--steps", "200", "--out", tmp_path, "--quiet", "--json"]
         code, out, err = cmcl(*words, "--budget", "0.01s")
         assert (code, out) == (3, "")
-        assert "stopped by SIGTERM at step" in err
-        assert err.endswith(": go on with --resume.\n")
+        assert "time over at step" in err
+        assert err.endswith(": go on with the same command and --resume.\n")
         code, out, _ = cmcl(*words, "--resume")
         assert code == 0
         assert json.loads(out)["name"] == "tiny-cmcl-steps200"
@@ -128,6 +128,61 @@ class TestTrain:
         _, err = process.communicate()
         assert process.returncode == 3
         assert "stopped by SIGINT at step" in err.splitlines()[-1]
+
+    @pytest.mark.parametrize("moment", ["cmcl.experiments.run.fit", "cmcl.experiments.run.measure"])
+    def test_ctrl_c_at_another_moment(self, cmcl, tmp_path, monkeypatch, moment):
+        """Before the first step, and after the last: the one has nothing to lose, the other loses nothing."""
+
+        def interrupt(*args, **more):
+            raise KeyboardInterrupt
+
+        words = ["train", "tiny-cmcl", "--out", tmp_path, "--quiet"]
+        with monkeypatch.context() as patch:
+            patch.setattr(moment, interrupt)
+            code, out, err = cmcl(*words)
+        assert (code, out) == (130, "")
+        assert err == "cmcl: stopped. What was saved is kept: go on with the same command and --resume.\n"
+        code, out, err = cmcl(*words, "--resume")
+        assert (code, err) == (0, "")
+
+    @pytest.mark.filterwarnings("default")  # shown, as to a user
+    def test_dead_members_are_told_of_even_when_quiet(self, cmcl, tmp_path, monkeypatch):
+        monkeypatch.setattr("cmcl.engine.telemetry.DeadMembers.update", lambda self, rates: [1])
+        code, out, err = cmcl("train", "tiny-cmcl", "--out", tmp_path, "--quiet", "--json", "--device", "cpu")
+        assert code == 0
+        assert json.loads(out)["results"]
+        assert err.startswith("cmcl: seed 0: Member 1 won under a tenth of the fair share")
+        assert err.count("\n") == 1
+
+    def test_what_a_finished_run_ran_on(self, cmcl, tmp_path, monkeypatch):
+        """It is the training's, whatever measures it later."""
+        words = ["train", "tiny-cmcl", "--out", tmp_path, "--quiet", "--device", "cpu"]
+        monkeypatch.setenv("CMCL_COMMIT", "first")
+        cmcl(*words)
+        (path,) = tmp_path.glob("*/record.json")
+        before = path.read_bytes()
+        monkeypatch.setenv("CMCL_COMMIT", "other")
+        assert cmcl(*words, "--resume", "--precision", "bf16")[0] == 0
+        assert path.read_bytes() == before
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--epochs", "inf"], "epochs must be a finite number. Got inf."),
+            (["--epochs", "nan"], "epochs must be a finite number. Got nan."),
+            (["--set", "lr=Infinity"], "lr must be a finite number. Got inf."),
+            (["--device", "meta"], "Got 'meta'"),
+            (["--set", "network=resnet21"], "Did you mean 'resnet20'?"),
+            (["--set", "preprocess=foo"], "Valid names: mean_std, gcn_zca."),
+            (["--set", "data=shapes"], "network cnn must fit the data shapes"),
+            (["--budget", "0m"], "budget must be a time above 0, such as 90s, 25m or 1h30m. Got '0m'."),
+        ],
+    )
+    def test_mistakes(self, cmcl, tmp_path, words, message):
+        code, out, err = cmcl("train", "tiny-cmcl", *words, "--out", tmp_path / "runs", "--quiet")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
+        assert not (tmp_path / "runs").exists()
 
     def test_a_run_that_diverges(self, cmcl, tmp_path):
         code, out, err = cmcl(
@@ -162,6 +217,13 @@ class TestChange:
         assert same.hash == base.hash
         assert change(base, {"beta": 1}).hash == change(base, {"beta": 1.0}).hash
         assert change(base, {"epochs": 2.5}).epochs == 2.5
+        for name in ("clip", "decay", "momentum", "share_prob"):
+            assert change(base, {name: 1}).hash == change(base, {name: 1.0}).hash, name
+        assert change(base, {"clip": 1}).hash != base.hash
+        assert change(base, {"clip": None}).hash == base.hash
+        drops = [change(base, {"drops": pairs}).hash for pairs in ([[0.5, 1]], [[0.5, 1.0]])]
+        drops += [change(base, {"drops": pairs}).hash for pairs in ([[100, 0.1]], [[100.0, 0.1]])]
+        assert (drops[0], drops[2]) == (drops[1], drops[3])
 
     def test_one_length_replaces_the_other(self):
         assert (change(TINY, {"epochs": 3}).steps, change(TINY, {"epochs": 3}).epochs) == (None, 3)
@@ -179,6 +241,8 @@ class TestChange:
         [
             ({"clip": "x"}, "clip must be a number or null. Got 'x'."),
             ({"drops": 3}, "drops must be a JSON list. Got 3."),
+            ({"drops": [[1]]}, r"drops must be pairs of numbers, such as \[\[0.5, 0.1\]\]. Got \[\[1\]\]."),
+            ({"beta": float("nan")}, "beta must be a finite number. Got nan."),
             ({"network_options": []}, r"network_options must be a JSON object. Got \[\]."),
             ({"sharing": 1}, "sharing must be true or false. Got 1."),
             ({"overlap": 2.5}, "overlap must be a whole number. Got 2.5."),

@@ -1,12 +1,14 @@
 """`cmcl demo`: in small for its parts, whole (slow) for the paper's point."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from cmcl.cli.demo import MORE_SEEDS
 from cmcl.demo import METHODS, demo
 from cmcl.experiments.recipes import RECIPES
 
@@ -55,6 +57,9 @@ def test_what_it_prints_for_people(cmcl, tiny, tmp_path, monkeypatch):
         "CMCL",
     ]
     assert "cmcl-demo/report.html" in out
+    assert "One seed on so few test images is noisy: the README has means over twenty seeds." in out
+    assert "averaged in" in out
+    assert "docs/rejecting.md" in out
     assert list((tmp_path / "cmcl-demo").glob("digits-300-cmcl--*--seed3"))
     assert torch.get_num_threads() == threads
 
@@ -66,6 +71,30 @@ def test_what_is_trained_is_not_trained_again(tiny, tmp_path):
     assert len(files) == 4
     assert demo(tmp_path, quiet=True) == first
     assert rows == {path: path.read_text() for path in files}
+
+
+def test_the_second_time_changes_no_record(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("CMCL_COMMIT", "first")
+    demo(tmp_path, quiet=True)
+    records = {path: path.read_bytes() for path in tmp_path.glob("*/record.json")}
+    assert len(records) == 4
+    monkeypatch.setenv("CMCL_COMMIT", "second")
+    demo(tmp_path, quiet=True)
+    assert records == {path: path.read_bytes() for path in records}
+
+
+def test_what_the_text_promises_is_there():
+    """The numbers of seeds that the demo names are those of the files it points to."""
+    seeds = {False: ("README.md", "| 20 seeds |"), True: ("results/demo-seeds-segmentation.txt", None)}
+    root = Path(__file__).parents[1]
+    assert seeds[False][1] in (root / seeds[False][0]).read_text()
+    assert "twenty" in MORE_SEEDS[False]
+    assert (
+        len(re.findall(r"cmcl +\w+ +top-1 by seed: (.*)", (root / seeds[True][0]).read_text())[0].split())
+        == 5
+    )
+    assert "five" in MORE_SEEDS[True]
+    assert "temperature" in (root / "docs" / "rejecting.md").read_text()
 
 
 def test_the_four_differ_in_method_alone():

@@ -8,6 +8,8 @@ import torch
 
 import cmcl
 from cmcl.data.dataset import Dataset
+from cmcl.engine.checkpoint import FolderInUseError, locked
+from cmcl.engine.train import Run
 from cmcl.experiments import Cell, environment, find
 from cmcl.experiments.measure import errors, measure
 from cmcl.experiments.recipes import DIGITS, RECIPES
@@ -171,15 +173,190 @@ def test_choose(records):
         choose(found, on="train")
 
 
-def test_a_file_that_is_no_record(tmp_path):
-    (tmp_path / "records").mkdir()
-    (tmp_path / "records" / "x.json").write_text('{"format": 1}')
-    with pytest.raises(ValueError, match="x.json must be a record of a run"):
-        load_records(tmp_path)
-    (tmp_path / "records" / "x.json").write_text('{"format": 99}')
-    with pytest.raises(ValueError, match="later version"):
-        load_records(tmp_path)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda values: values | {"errors": {}}, "no 'expected'"),
+        (lambda values: values | {"errors": {"expected": {"top1": 1.0}}}, "no 'oracle'"),
+        (lambda values: values | {"members": []}, "errors must be numbers"),
+        (lambda values: values | {"seconds": "long"}, "must be real number"),
+        (lambda values: values | {"recipe": {"data": "digits"}}, "epochs"),
+        (lambda values: values | {"recipe": None}, "None"),
+        (lambda values: values | {"seed": "0"}, "a whole number"),
+        (lambda values: values | {"together": []}, "its seeds"),
+        (lambda values: values | {"format": 99}, "later version"),
+        (lambda values: {"format": 1}, "missing"),
+        (lambda values: [], "must be"),
+    ],
+)
+def test_a_damaged_record_is_named_and_left_out(records, tmp_path, change, reason):
+    for record in records:
+        record.save(tmp_path / "records" / record.file_name)
+    damaged = tmp_path / "records" / records[1].file_name
+    damaged.write_text(json.dumps(change(json.loads(damaged.read_text()))))
+    with pytest.raises(ValueError, match=reason):
+        Record.load(damaged)
+    with pytest.warns(UserWarning, match=f"left out: .*{damaged.name} must be a record of a run"):
+        assert load_records(tmp_path) == [records[0]]
+    assert Record.read(damaged) is None
     assert load_records(tmp_path / "nowhere") == []
+
+
+def test_records_of_before_are_read(records, tmp_path):
+    """Those that were written when a record did not tell of several stretches."""
+    records[0].save(tmp_path / "records" / "a.json")
+    values = json.loads((tmp_path / "records" / "a.json").read_text())
+    del values["resumed_with"]
+    (tmp_path / "records" / "a.json").write_text(json.dumps(values))
+    assert load_records(tmp_path) == [records[0]]
+
+
+class TestProvenance:
+    @pytest.fixture
+    def go(self, tmp_path, monkeypatch):
+        """Train or measure as of some commit, in one folder; as many steps as are asked for, then stop."""
+
+        def start(commit, stop_at=None, **changes):
+            monkeypatch.setenv("CMCL_COMMIT", commit)
+            with monkeypatch.context() as patch:
+                if stop_at is not None:
+                    patch.setattr(Run, "_save_or_stop", stopping_at(stop_at))
+                (record,) = run("tiny-ie", out=tmp_path, options=replace(OPTIONS, **changes))
+            return record
+
+        return start
+
+    @pytest.fixture
+    def place(self, tmp_path):
+        return run_folder(tmp_path, "tiny-ie", TINY, (0,))
+
+    def test_measured_again_is_not_trained_again(self, go, place):
+        first = go("one")
+        written = (place / "record.json").stat().st_mtime_ns
+        assert (first.commit, first.precision, first.resumed_with) == ("one", "float32", [])
+        assert go("two", precision="bf16") == first
+        assert (place / "record.json").stat().st_mtime_ns == written, "nothing new, nothing written"
+        assert len(environment.stretches(place)) == 1
+
+    def test_measured_differently(self, go, place):
+        first = go("one")
+        replace(first, members=[1.0, 2.0]).save(place / "record.json")
+        assert go("two") == first, "what was measured is new, what it ran on is not"
+        assert Record.load(place / "record.json") == first
+
+    def test_without_its_record(self, go, place):
+        first = go("one")
+        (place / "record.json").unlink()
+        again = go("two")
+        assert replace(again, seconds=first.seconds) == first
+
+    def test_without_any_note_of_before(self, go, place):
+        """A finished run of an earlier version: its record knows."""
+        first = go("one")
+        (place / environment.STRETCHES).unlink()
+        assert go("two") == first
+        (place / "record.json").unlink()
+        assert [one["step"] for one in go("three").resumed_with] == [4], "all of its training is not known"
+
+    def test_resumed_alike(self, go):
+        with pytest.raises(cmcl.engine.Interrupted):
+            go("one", stop_at=2)
+        assert (go("one").commit, go("one").resumed_with) == ("one", [])
+
+    def test_resumed_elsewhere(self, go, place):
+        with pytest.raises(cmcl.engine.Interrupted):
+            go("one", stop_at=1)
+        with pytest.raises(cmcl.engine.Interrupted):
+            go("two", stop_at=3, precision="bf16")
+        record = go("three")
+        assert (record.commit, record.precision) == ("one", "float32")
+        told = [(one["step"], one["commit"], one["precision"]) for one in record.resumed_with]
+        assert told == [(0, "one", "float32"), (1, "two", "bf16"), (3, "three", "float32")]
+        assert Record.load(place / "record.json") == record
+        assert go("four") == record
+
+    def test_a_stretch_that_came_to_nothing_is_not_told(self, go, place):
+        """One that was refused before its first step: noted, and nothing came of it."""
+        environment.keep(place, 0, environment.facts(OPTIONS) | {"commit": "one"})
+        assert (go("two").commit, go("two").resumed_with) == ("two", [])
+
+    def test_begun_before_notes_were_kept(self, go, place):
+        with pytest.raises(cmcl.engine.Interrupted):
+            go("one", stop_at=2)
+        (place / environment.STRETCHES).unlink()
+        assert [one["step"] for one in go("two").resumed_with] == [2], "the first two steps are not known"
+
+    def test_damage(self, go, place):
+        """A line that a kill cut short, and a last checkpoint that cannot be read: then it is trained."""
+        with pytest.raises(cmcl.engine.Interrupted):
+            go("one", stop_at=2)
+        go("one")
+        with (place / environment.STRETCHES).open("a") as file:
+            file.write('{"step": 3, "dev\n')
+        (last,) = (place / "checkpoints").glob("step-00000004-*")
+        last.write_bytes(b"broken")
+        with pytest.warns(UserWarning, match="is damaged"):
+            record = go("two")
+        assert [one["commit"] for one in record.resumed_with] == ["one", "one", "two"]
+
+    def test_a_folder_in_use_is_left_alone(self, go, place):
+        with locked(place), pytest.raises(FolderInUseError):
+            go("one")
+        assert environment.stretches(place) == []
+
+
+def stopping_at(step):
+    """The engine's own look at the signals, with one that comes after so many steps."""
+    look = Run._save_or_stop
+
+    def stop(self):
+        self.interrupt.asked, self.interrupt.name = self.state.step == step, "SIGTERM"
+        look(self)
+
+    return stop
+
+
+def test_a_device_that_cannot_compute():
+    with pytest.raises(ValueError, match="one that can compute here. Got 'meta'"):
+        run("tiny-ie", out="nowhere", options=replace(OPTIONS, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"network": "resnet21"}, "recipe.network must be a known name. Got 'resnet21'. .* 'resnet20'"),
+        ({"preprocess": "foo"}, "recipe.preprocess must be a known name. Got 'foo'. Valid names: mean_std"),
+        ({"data": "shapes"}, "network cnn must fit the data shapes, images of 3 x 64 x 64. .*refuses"),
+        (
+            {"network": "fcn", "network_options": {"channels": 1, "filters": [2, 4]}},
+            "with an answer per image. Got a network with an answer per pixel",
+        ),
+        (
+            {"network_options": DIGITS.network_options | {"classes": 9}},
+            "of 10 classes. Got a network for 9",
+        ),
+    ],
+)
+def test_recipes_that_cannot_be(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(replace(TINY, **changes), out=tmp_path / "runs", options=OPTIONS)
+    assert not (tmp_path / "runs").exists(), "before anything is written"
+
+
+def test_names_of_folders():
+    def name(*seeds):
+        return run_folder("", "tiny", TINY, seeds).name.split("--")[2]
+
+    assert (name(3), name(0, 1), name(*range(20))) == (
+        "seed3",
+        "seeds0-1",
+        "seeds" + "-".join(map(str, range(20))),
+    )
+    assert name(*range(80)) == "seeds0to79"
+    others = [name(0, 79), name(*range(79)), name(*range(0, 160, 2)), name(*range(1, 80), 0)]
+    others.append(name(0, *range(2, 81), 79))
+    assert len({*others, name(*range(80))}) == 6
+    assert max(map(len, others)) < 130
 
 
 def digits(n=40):

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +12,7 @@ from cmcl import report
 from cmcl.experiments import RECIPES
 from cmcl.report import page
 from cmcl.report.gather import gather
+from cmcl.report.sections import sections
 from report_samples import made_record, save_results, save_run, whole_paper
 
 for name in ("altair", "vl_convert", "jinja2"):
@@ -113,6 +114,7 @@ def test_a_page_of_nothing_measured(tmp_path):
     (tmp_path / "empty" / "records").mkdir(parents=True)
     text = page_of(tmp_path / "empty", out=tmp_path)
     assert text.count("not measured") > 90
+    assert "<h1>Confident multiple choice learning: nothing measured yet</h1>" in text
     assert "vega" not in text.split("</style>")[1].split("application/json")[0], "nothing to draw, no library"
 
 
@@ -211,6 +213,18 @@ def test_damage_is_told_not_fatal(runs, tmp_path):
         ),
         "list": "[1, 2]",
     }
+    damaged |= {
+        name: json.dumps(good | change)
+        for name, change in {
+            "no-data": {"recipe": {k: v for k, v in good["recipe"].items() if k != "data"}},
+            "no-risks": {"calibration": good["calibration"] | {"risk_coverage": []}},
+            "no-classes": {"classwise": [[] for _ in good["members"]]},
+            "no-accuracies": {"classwise": [[None] * 10 for _ in good["members"]]},
+            "no-images": {"test_examples": 0},
+            "percent": {"errors": {"expected": good["errors"]["expected"] | {"top1": 250.0}}},
+            "commit": {"commit": {"sha": "c"}},
+        }.items()
+    }
     for name, text in damaged.items():
         (results / "records" / f"{name}.json").write_text(text)
     folder = runs / "digits-cmcl--0--seed0"
@@ -239,6 +253,8 @@ def test_damage_is_told_not_fatal(runs, tmp_path):
         {"items": [{}]},
         {"classes": [1, 2]},
         {"classes": []},
+        {"classes": "0123456789"},
+        {"items": {}},
         {"items": [{"index": 1, "image": "../../record.json", "chosen": 0}]},
         {"items": [{"index": 1, "image": "nowhere.png", "chosen": 0}]},
     ],
@@ -293,6 +309,7 @@ def test_a_run_that_is_not_finished(tmp_path):
     (folder / "record.json").unlink()
     (run,) = gather([folder]).runs
     assert (run.name, run.seed, run.record, len(run.rows)) == ("digits-cmcl", 3, None, 4)
+    assert run.data == "digits", "as it was planned"
     text = page_of(folder, out=tmp_path)
     assert "Without a record" in text
     assert "Training curves" in text
@@ -358,7 +375,125 @@ def test_formats(runs, tmp_path):
 def test_a_single_network(tmp_path):
     save_run(tmp_path / "runs" / "single", made_record("digits-single", top1=8.0))
     save_run(tmp_path / "runs" / "cmcl", made_record("digits-cmcl", top1=3.0))
-    assert "single network 8.00\u00a0%" in page_of(tmp_path / "runs", out=tmp_path)
+    assert "A single network errs on 8.00\u00a0%" in page_of(tmp_path / "runs", out=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("junk", [None, 0, "x", [], {}, [None]], ids=str)
+def test_no_field_of_a_record_brings_the_report_down(tmp_path, junk):
+    """Whatever stands in one field, the rest is shown, and what is left out is named."""
+    good = json.loads(json.dumps(asdict(made_record("digits-cmcl"))))
+    places = [(key,) for key in good]
+    nested = ("recipe", "calibration", "entropy", "errors")
+    places += [(key, inner) for key in nested for inner in good[key]]
+    places += [("calibration", "reliability", key) for key in good["calibration"]["reliability"]]
+    for i, place in enumerate(places):
+        damaged = json.loads(json.dumps(good))
+        inside = damaged
+        for key in place[:-1]:
+            inside = inside[key]
+        inside[place[-1]] = junk
+        folder = tmp_path / "runs" / f"run{i}"
+        folder.mkdir(parents=True)
+        (folder / "record.json").write_text(json.dumps(damaged))
+    save_run(tmp_path / "runs" / "good", made_record("digits-ie"))
+    text = page_of(tmp_path / "runs", out=tmp_path)
+    assert "digits-ie" in text
+    assert report.write([tmp_path / "runs"], tmp_path / "page.md", format="md").exists()
+
+
+def test_members_that_learned_nothing_are_told(tmp_path):
+    folder = save_run(tmp_path / "runs" / "mine", made_record("digits-mcl"), epochs=5)
+    path = folder / "telemetry.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[2]["dead_members"], rows[3]["dead_members"] = [0, 4], [1]
+    rows[4]["win_rates"] = [0.0, 0.01, 0.5, 0.3, 0.19]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    text = page_of(tmp_path / "runs", out=tmp_path)
+    assert (
+        "digits-mcl: member 0 won next to nothing, noted in epoch 3 and not mended since; member 1 won next to "
+        "nothing, noted in epoch 4 and not mended since; member 4 won next to nothing, noted in epoch 3, and "
+        "recovered later." in text
+    )
+    assert "Try a larger overlap" in text
+    assert "member 0 won" in report.write([tmp_path / "runs"], tmp_path / "m.md", format="md").read_text()
+    rows[2]["dead_members"] = "all"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert "telemetry.jsonl: line 3 cannot be read" in page_of(tmp_path / "runs", out=tmp_path)
+    healthy = save_run(tmp_path / "healthy", made_record("digits-mcl"))
+    assert "learned next to nothing" not in page_of(healthy, out=tmp_path)
+
+
+def test_what_is_worse_or_left_out_can_be_seen(tmp_path):
+    records = [made_record("svhn-resnet20-ie", top1=4.79)]  # the paper has 3.94
+    records += [made_record(f"icoseg-fcn-m5-{m}", classes=2, seconds=20.0) for m in ("ie", "cmcl")]
+    text = page_of(save_results(tmp_path / "results", records), out=tmp_path)
+    assert text.count('<span class="bad" aria-hidden="true">▲</span>') == 4, "IE and single, in two tables"
+    worse = [a for a in Page(text).all("td") if "differs" in (a.get("class") or "")]
+    assert [a["data-sort"] for a in worse] == ["8.79", "4.79"] * 2
+    assert '"number agrees"' not in text
+    assert "20 against 20 s: 1.00 times; not counted" in text
+    assert '<span class="hidden">left out: </span>' in text
+    long = [made_record(f"cifar10-resnet20-{m}", seconds=200.0) for m in ("ie", "cmcl")]
+    text = page_of(save_results(tmp_path / "results", long), out=tmp_path)
+    assert "1 of 2 comparisons counted" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("junk", [None, 0, "x", [], {}, [None], [[]]], ids=str)
+def test_no_field_of_telemetry_or_pictures_brings_the_report_down(tmp_path, junk):
+    folder = save_run(tmp_path / "run", made_record("digits-cmcl"), epochs=3)
+    path = folder / "telemetry.jsonl"
+    first, *rows = map(json.loads, path.read_text().splitlines())
+    path.write_text(
+        "\n".join(json.dumps(row) for row in [*(first | {key: junk} for key in first), junk, *rows])
+    )
+    path = folder / "gallery" / "gallery.json"
+    content = json.loads(path.read_text())
+    (item,) = content["items"]
+    for change in ({}, *({key: junk} for key in item)):
+        path.write_text(json.dumps(content | {"items": [item | change]}))
+        assert "digits-cmcl" in page_of(folder, out=tmp_path)
+
+
+def test_pictures_begin_with_cmcl_and_leave_out_single_networks(tmp_path):
+    for name in ("digits-single", "digits-ie", "digits-cmcl"):
+        save_run(tmp_path / "runs" / name, made_record(name))
+    found = sections(gather([tmp_path / "runs"]), [])
+    (shown,) = [part.galleries for part in found if part.id == "pictures-digits"]
+    assert [gallery.title for gallery in shown] == ["digits-cmcl", "digits-ie"]
+    assert [answer.who for answer in shown[0].cards[0].answers] == ["0", "1", "2", "3", "4", "all"]
+    alone = sections(gather([tmp_path / "runs" / "digits-single"]), [])
+    assert not any(part.galleries for part in alone)
+
+
+def test_pictures_of_segmentations_begin_with_cmcl_too(tmp_path):
+    for name in ("icoseg-fcn-m1-ie", "icoseg-fcn-m5-ie", "icoseg-fcn-m5-cmcl"):
+        save_run(tmp_path / "runs" / name, made_record(name, classes=2))
+    own = sections(gather([tmp_path / "runs"]), [])
+    save_results(tmp_path / "results", [])
+    (tmp_path / "results" / "records").mkdir(parents=True)
+    paper = sections(gather([tmp_path / "runs", tmp_path / "results"]), [])
+    for parts in (own, paper):
+        (titles,) = [[g.title for g in part.galleries] for part in parts if part.galleries]
+        assert titles == ["icoseg-fcn-m5-cmcl", "icoseg-fcn-m5-ie"]
+    scene = next(part.galleries[0].scenes[0] for part in own if part.galleries)
+    assert scene[2].title == "member 0"
+
+
+def test_runs_on_own_data(tmp_path):
+    for i, name in enumerate(("mine", "other")):
+        record = made_record("digits-cmcl", classes=10 - i, checksums={"test": name})
+        record = replace(record, name=name, recipe={**record.recipe, "data": None}, outside=None)
+        save_run(tmp_path / "runs" / name, record, classes=[f"{name} {c}" for c in range(10)])
+    text = page_of(tmp_path / "runs", out=tmp_path)
+    assert "None" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert "On own data" in text
+    titles = [a["id"] for a in Page(text).all("section")]
+    assert [title for title in titles if title.startswith("members")] == ["members-own-1", "members-own-2"]
+    charts = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.DOTALL)[1])
+    assert "mine 3" in json.dumps(charts["classes-own-1-0"]), "each with its own classes"
+    assert "mine 3" not in json.dumps(charts["classes-own-2-0"])
 
 
 def test_every_recipe_can_be_shown(tmp_path):

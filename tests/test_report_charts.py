@@ -37,9 +37,9 @@ def test_heat_maps_by_hand():
     record = made_record("digits-ie", classwise=[[100.0, None], [50.0, 0.0]], members=[1.0, 2.0])
     figure = charts.heat_maps("f", "t", [("a run", record)], ["cat", "dog"])
     assert values(figure.panels[0]) == [
-        {"class": "cat", "member": 1, "accuracy": 100.0},
-        {"class": "cat", "member": 2, "accuracy": 50.0},
-        {"class": "dog", "member": 2, "accuracy": 0.0},
+        {"class": "cat", "member": 0, "accuracy": 100.0},
+        {"class": "cat", "member": 1, "accuracy": 50.0},
+        {"class": "dog", "member": 1, "accuracy": 0.0},
     ]
     assert [value.text for value in figure.numbers.rows[0]] == ["a run", "25.0"]
 
@@ -122,12 +122,12 @@ def test_who_wins_what():
     run = run_of("digits-mcl")
     run.rows[2]["win_rates_by_class"][1] = [1.0] + [0.0] * 9
     figure = curves.wins("f", "t", run, 1)
-    assert [panel.title for panel in figure.panels] == [f"member {m}" for m in range(1, 6)]
+    assert [panel.title for panel in figure.panels] == [f"member {m}" for m in range(5)], "as predict counts"
     third = [p for p in values(figure.panels[1]) if p["epoch"] == 3]
     assert [p["won"] for p in third] == [100] + [0] * 9
     dense = curves.wins("f", "t", run_of("shapes-cmcl", classes=2), 1)
     assert len(dense.panels) == 1
-    assert [s.name for s in dense.legend] == ["member 1", "member 2", "member 3"]
+    assert [s.name for s in dense.legend] == ["member 0", "member 1", "member 2"]
 
 
 def test_long_runs_are_thinned():
@@ -167,7 +167,14 @@ def test_colours_follow_the_methods():
     assert len({s.colour for s in several}) == 3
     assert several[2].colour == "c2"
     assert len({s.colour for s in series(map(str, range(8)))}) == 8
-    assert len(series(map(str, range(30)))) == 30, "more than there are colours"
+    many = series(map(str, range(30)))
+    assert len({(s.colour, *s.dash) for s in many}) == 30, "more than there are colours"
+
+
+@given(st.lists(st.sampled_from(["cmcl", "ie", "mcl", "single", "other"]), max_size=8))
+def test_no_two_series_look_alike_while_a_colour_is_free(methods):
+    names = dict(zip(map(str, range(len(methods))), methods, strict=True))
+    assert len({s.colour for s in series(names, names)}) == len(methods)
 
 
 def test_seeds_of_one_recipe_share_a_colour():

@@ -52,15 +52,20 @@ def _run() -> int:
     try:
         return app(prog_name="cmcl", standalone_mode=False) or 0
     except KeyboardInterrupt:
-        return 130
+        return _stopped()
     except Exception as error:
         if type(error).__name__ == "Abort":  # what becomes of Ctrl-C inside a command
-            return 130
+            return _stopped()
         if os.environ.get("CMCL_DEBUG") == "1" or not _is_users_mistake(error):
             raise
         if message := _one_line(error):  # empty after a bare `cmcl`, which has printed its help
             note(message)
         return 2
+
+
+def _stopped() -> int:
+    note("stopped.")
+    return 130
 
 
 def _is_users_mistake(error: Exception) -> bool:

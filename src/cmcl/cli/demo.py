@@ -7,6 +7,17 @@ from typing import Annotated
 import typer
 
 from .shared import AsJson, Quiet, ending, number, print_json, print_table
+from .stopping import on_ctrl_c
+
+NOISE = "One seed on so few test images is noisy: {where} has means over {seeds} seeds."
+MORE_SEEDS = {  # for --segmentation, or not
+    False: NOISE.format(where="the README", seeds="twenty"),
+    True: NOISE.format(where="results/demo-seeds-segmentation.txt", seeds="five"),
+}
+ECE = (
+    "CMCL's ECE is high because members that keep silent, as they should, are averaged in: it is right more "
+    "often than it is sure. One number, a temperature, mends that: docs/rejecting.md."
+)
 
 
 def demo(
@@ -22,22 +33,17 @@ def demo(
 
     The data need no download, and the folder gets a report page.
     """
-    from .. import demo as module
-
     live = sys.stderr.isatty() and not quiet
 
     def say(line: str) -> None:
         if not quiet:
             typer.echo(line, err=True)
 
-    with ending():
-        found = module.demo(
-            out,
-            segmentation=segmentation,
-            seed=seed,
-            quiet=not live,
-            say=say,
-        )
+    with on_ctrl_c("the same command goes on"):
+        from .. import demo as module
+
+        with ending():
+            found = module.demo(out, segmentation=segmentation, seed=seed, quiet=not live, say=say)
     if as_json:
         print_json(found)
         return
@@ -47,3 +53,4 @@ def demo(
     ]
     print_table(("method", ">top-1 error %", ">oracle error %", ">ECE %"), rows)
     typer.echo(f"\noracle: some member is right. top-1: the ensemble is. The report: {found['report']}")
+    typer.echo(f"\n{MORE_SEEDS[segmentation]}\n{ECE}")

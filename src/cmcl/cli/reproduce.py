@@ -18,15 +18,18 @@ from .shared import (
     Root,
     Runs,
     engine_options,
+    note,
     number,
     print_json,
     print_table,
 )
+from .stopping import on_ctrl_c
 
 if TYPE_CHECKING:
     from ..experiments import Cell
     from ..experiments.campaign import Job, Report
 
+GO_ON = "the same command goes on"
 SEARCHES = ("heldout", "test")
 
 
@@ -77,17 +80,18 @@ def reproduce(
     searched = _search(chosen, search)
     wanted = [cell for several in searched.values() for cell in several] if search else chosen
     places = {"results": results, "runs": out, "root": root}
-    report = _campaign(
-        wanted,
-        **places,
-        seeds=range(seeds),
-        shard=_part(cells),
-        budget=budget,
-        unfinished=unfinished,
-        dry_run=dry_run,
-        options=engine_options(device, precision, quiet=quiet or dry_run),
-        say=not as_json,
-    )
+    with on_ctrl_c(GO_ON):
+        report = _campaign(
+            wanted,
+            **places,
+            seeds=range(seeds),
+            shard=_part(cells),
+            budget=budget,
+            unfinished=unfinished,
+            dry_run=dry_run,
+            options=engine_options(device, precision, quiet=quiet or dry_run),
+            say=not as_json,
+        )
     if dry_run:
         _print_plan(report.jobs, as_json)
         return
@@ -98,7 +102,9 @@ def reproduce(
     else:
         for name, choice in choices.items():
             typer.echo(_describe_choice(name, choice))
-    raise typer.Exit(_code(report))
+    if (code := _code(report)) == TIME_OVER:
+        note(f"not all is done: {GO_ON}.")
+    raise typer.Exit(code)
 
 
 def _campaign(cells: "Sequence[Cell]", *, budget: str | None, say: bool, **more: Any) -> "Report":
@@ -113,7 +119,9 @@ def _code(report: "Report") -> int:
     missing = [r for r in report.left.values() if r.startswith("FileNotFoundError: ")]
     if missing and len(missing) == len(report.left) and not report.records:
         raise FileNotFoundError(missing[0].removeprefix("FileNotFoundError: "))
-    late = [r for r in report.left.values() if "s left" in r or "stopped by" in r]
+    late = [
+        r for r in report.left.values() if any(word in r for word in ("s left", "stopped by", "time over"))
+    ]
     return TIME_OVER if late else FAILED if report.left else 0
 
 
@@ -150,7 +158,7 @@ def _spread(value: dict[str, Any]) -> str:
 
 def _print_plan(jobs: "list[Job]", as_json: bool) -> None:
     if as_json:
-        keys = ("name", "seeds", "cells", "seconds", "done")
+        keys = ("name", "seeds", "cells", "seconds", "done", "device")
         print_json([{key: getattr(job, key) for key in keys} for job in jobs])
         return
     rows = [
@@ -165,7 +173,7 @@ def _print_plan(jobs: "list[Job]", as_json: bool) -> None:
     ]
     print_table(("recipe", "seeds", "fills", ">expected", ">done"), rows)
     total = _duration(sum(job.seconds for job in jobs))
-    typer.echo(f"\n{len(jobs)} runs, {total} in all." if jobs else "Nothing is missing.")
+    typer.echo(f"\n{len(jobs)} runs, {total} in all, on {jobs[0].device}." if jobs else "Nothing is missing.")
 
 
 def _duration(seconds: float) -> str:

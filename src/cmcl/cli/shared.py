@@ -103,6 +103,7 @@ def check_device(name: str) -> str:
     import torch
 
     from ..engine.setup import find_device
+    from ..experiments.environment import usable
 
     try:
         device = find_device(name)
@@ -110,7 +111,7 @@ def check_device(name: str) -> str:
         raise ValueError(f"--device must be auto, cpu, cuda or cuda:1. Got {name!r}.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda must find a GPU that torch can use. Got none. Use --device cpu.")
-    return str(device)
+    return str(usable(device))
 
 
 def engine_options(device: str, precision: str, **more: Any) -> "Options":

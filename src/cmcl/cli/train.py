@@ -1,5 +1,6 @@
 """`cmcl train`: a recipe, changed where the command says so."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -25,6 +26,7 @@ from .shared import (
     print_json,
     print_table,
 )
+from .stopping import on_ctrl_c
 
 if TYPE_CHECKING:
     from ..experiments.records import Record
@@ -66,7 +68,8 @@ def train(
 ) -> None:
     """Train a recipe, measure it, and leave a run folder.
 
-    It holds recipe.json, telemetry.jsonl, checkpoints/, record.json and ensemble/, which cmcl.load takes.
+    It holds recipe.json, environment.jsonl, telemetry.jsonl, checkpoints/, record.json and ensemble/, which
+    cmcl.load takes.
     """
     from ..experiments.recipes import find
 
@@ -89,19 +92,21 @@ def train(
     changed = change(base, changes | parse_pairs(setting or [], "--set"))
     name = changed_name(recipe, base, changed)
 
-    from ..experiments.deadline import parse_budget, stopping_after
-    from ..experiments.run import run, run_folder
+    cure = "go on with the same command and --resume"
+    with on_ctrl_c(cure):
+        from ..experiments.deadline import parse_budget, stopping_after
+        from ..experiments.run import run, run_folder
 
-    which = [seed] if seeds is None else list(range(seed, seed + seeds))
-    folder = run_folder(out, name, changed, which)
-    if not resume:
-        _refuse_old(folder, changed)
-    options = engine_options(
-        device, precision, quiet=quiet, evaluate_every=evaluate_every, checkpoint_seconds=save_every
-    )
-    with ending("go on with --resume"), stopping_after(None if budget is None else parse_budget(budget)):
-        records = run(changed, which, out=out, name=name, results=results, root=root, options=options)
-    _show(records, folder, as_json)
+        which = [seed] if seeds is None else list(range(seed, seed + seeds))
+        folder = run_folder(out, name, changed, which)
+        if not resume:
+            _refuse_old(folder, changed)
+        options = engine_options(
+            device, precision, quiet=quiet, evaluate_every=evaluate_every, checkpoint_seconds=save_every
+        )
+        with ending(cure), stopping_after(None if budget is None else parse_budget(budget)):
+            records = run(changed, which, out=out, name=name, results=results, root=root, options=options)
+        _show(records, folder, as_json)
 
 
 def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
@@ -116,6 +121,8 @@ def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
             )
         if not _is_a(value, kinds[name]):
             raise ValueError(f"{name} must be {_kind(kinds[name])}. Got {value!r}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number. Got {value!r}.")
     values = {name: _as_written(name, value, kinds[name]) for name, value in changes.items()}
     other = {"epochs": "steps", "steps": "epochs"}  # the one length takes the other's place
     values |= {other[name]: None for name in other if name in values and other[name] not in values}
@@ -124,9 +131,22 @@ def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
 
 def _as_written(name: str, value: Any, kind: Any) -> Any:
     """1 or 1.0 as recipes write it: the hash must not see a difference where there is none."""
-    if name == "epochs" and value is not None:
+    if value is None:
+        return None
+    if name == "epochs":
         return int(value) if value == int(value) else value
-    return float(value) if kind is float else value
+    if name == "drops":
+        return _drops(value)
+    return float(value) if float in (kind, *get_args(kind)) else value
+
+
+def _drops(pairs: Any) -> list[tuple[float, float]]:
+    """When the learning rate falls, a step (a whole number) or a share of the run; and by what factor."""
+    if not all(
+        isinstance(pair, list) and len(pair) == 2 and all(_is_a(n, float) for n in pair) for pair in pairs
+    ):
+        raise ValueError(f"drops must be pairs of numbers, such as [[0.5, 0.1]]. Got {pairs}.")
+    return [(int(when) if when == int(when) else when, float(factor)) for when, factor in pairs]
 
 
 def changed_name(name: str, base: "Recipe", changed: "Recipe") -> str:

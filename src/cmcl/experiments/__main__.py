@@ -55,7 +55,7 @@ def _run(asked: argparse.Namespace) -> int:
                     test_limit=asked.test_limit,
                 )
         except Interrupted as stop:
-            _say(f"{name}: {stop}")
+            _say(f"{name}: {stop}".replace("go on with resume=True", "the same command goes on"))
             return 3
         except Diverged as error:
             _say(f"{name}: {error}")
@@ -83,7 +83,7 @@ def _campaign(asked: argparse.Namespace) -> int:
     )
     for job in report.jobs if asked.dry_run else ():
         started = f", {job.done:.0%} done" if job.done else ""
-        _say(f"{job.name} seeds {job.seeds}: {job.seconds / 60:.1f} minutes{started}")
+        _say(f"{job.name} seeds {job.seeds}: {job.seconds / 60:.1f} minutes on {job.device}{started}")
     return 3 if report.left else 0
 
 

@@ -6,7 +6,7 @@ twice, what was interrupted goes on.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch
 from ..engine import Diverged, Interrupted, Options
 from ..engine.checkpoint import FolderInUseError
 from ..engine.setup import find_device
-from .costs import EXAMPLES, expected_seconds
+from .costs import EXAMPLES, at_its_own_speed, expected_seconds
 from .deadline import parse_budget, stopping_after
 from .environment import device_name
 from .paper import Cell
 from .recipes import find
 from .records import Record, fills, known_checksums, load_records
-from .run import run, run_folder
+from .run import load_outside, reached, run, run_folder
 
 __all__ = ["Job", "Report", "campaign", "parse_budget", "plan"]
 
@@ -44,6 +44,7 @@ class Job:
     cells: tuple[str, ...]  # ids of what it fills
     seconds: float  # expected, from where it stands
     done: float = 0.0  # share of the steps that an interrupted run has behind it
+    device: str = ""  # that the seconds are expected on
 
 
 @dataclass
@@ -88,10 +89,16 @@ def campaign(
     """
     options = options or Options()
     begun = time.monotonic()
-    report = Report(plan(cells, seeds=seeds, results=results, runs=runs, shard=shard, options=options))
-    for job in [] if dry_run else report.jobs:
+    places: dict[str, Any] = {"results": results, "runs": runs, "root": root}
+    report = Report(plan(cells, seeds=seeds, **places, shard=shard, options=options))
+    for planned in [] if dry_run else report.jobs:
+        records = load_records(results)  # another process may have brought some meanwhile
+        job = _what_is_missing(planned, cells, records, root)
+        if not job.seeds:
+            say(f"{_label(planned)}: has its records by now")
+            continue
         left = None if budget_seconds is None else budget_seconds - (time.monotonic() - begun)
-        seconds, _ = _outlook(job.name, job.seeds, load_records(results), runs, options)  # learned meanwhile
+        seconds, *_ = _outlook(job.name, job.seeds, records, runs, options)
         if left is not None and (left <= 0 or (seconds > left and not unfinished)):
             report.left[_label(job)] = f"expected to take {seconds:.0f} s, {max(left, 0):.0f} s left"
             continue
@@ -102,7 +109,9 @@ def campaign(
                     job.name, job.seeds, out=runs, results=results, root=root, cache=cache, options=options
                 )
         except Interrupted as stop:
-            report.left[_label(job)] = str(stop)
+            report.left[_label(job)] = str(stop).replace(
+                "go on with resume=True", "the next campaign goes on"
+            )
             break
         except SKIPPED as error:
             report.left[_label(job)] = f"{type(error).__name__}: {error}"
@@ -120,6 +129,7 @@ def plan(
     seeds: Sequence[int],
     results: str | Path,
     runs: str | Path,
+    root: str | Path | None = None,
     shard: tuple[int, int] = (1, 1),
     options: Options | None = None,
 ) -> list[Job]:
@@ -133,23 +143,36 @@ def plan(
         named.setdefault(cell.name, []).append(cell)
     ranked: list[tuple[int, Job]] = []
     for name in list(named)[i - 1 :: n]:  # by recipe, before anything is left out: shards never move
-        for rank, missing in _missing(named[name], seeds, records):
+        for rank, missing in _missing(named[name], seeds, records, root):
             outlook = _outlook(name, missing, records, runs, options or Options())
             ranked.append((rank, Job(name, missing, tuple(cell.id for cell in named[name]), *outlook)))
     return [job for _, job in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def _missing(
-    cells: list[Cell], seeds: Sequence[int], records: list[Record]
+    cells: list[Cell], seeds: Sequence[int], records: list[Record], root: str | Path | None
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """(rank, seeds): the first seed alone, as early as its cells; then all others together."""
-    checksums = known_checksums(records)
-    have = {r.seed for r in records if all(fills(r, cell, checksums) for cell in cells)}
+    have = _seeds_done(cells, records, root)
     if seeds and seeds[0] not in have:
         yield min(map(_rank, cells)), (seeds[0],)
     if others := tuple(seed for seed in seeds[1:] if seed not in have):
         early = any(set(words) <= set(cell.where) for words in FIRST for cell in cells)
         yield ORDER.index(MORE_SEEDS) if early else len(ORDER) + 1, others
+
+
+def _seeds_done(cells: list[Cell], records: list[Record], root: str | Path | None) -> set[int]:
+    """Those whose records fill all that can be filled here: figure 2 cannot, without its unseen data."""
+    checksums = known_checksums(records)
+    done = {r.seed for r in records if all(fills(r, cell, checksums) for cell in cells)}
+    but_one = {r.seed for r in records if all(fills(r, cell, checksums, outside=False) for cell in cells)}
+    return but_one if but_one > done and load_outside(cells[0].recipe.data, root) is None else done
+
+
+def _what_is_missing(job: Job, cells: Sequence[Cell], records: list[Record], root: str | Path | None) -> Job:
+    """The job without the seeds that have their records by now."""
+    done = _seeds_done([cell for cell in cells if cell.name == job.name], records, root)
+    return replace(job, seeds=tuple(seed for seed in job.seeds if seed not in done))
 
 
 def _rank(cell: Cell) -> int:
@@ -159,14 +182,16 @@ def _rank(cell: Cell) -> int:
 
 def _outlook(
     name: str, seeds: tuple[int, ...], records: list[Record], runs: str | Path, options: Options
-) -> tuple[float, float]:
-    """Expected seconds to the end, and the share of the steps that an interrupted run has behind it."""
+) -> tuple[float, float, str]:
+    """Expected seconds to the end, the share of the steps that is done, and the device they are for."""
     recipe, device = find(name), find_device(options.device)
-    kept = (run_folder(runs, name, recipe, seeds) / "checkpoints").glob("step-*.safetensors")
-    reached = max((int(path.name.split("-")[1]) for path in kept), default=0)
-    done = min(reached / recipe.total_steps(EXAMPLES.get(recipe.data or "", 1000)), 1.0)
-    cpu = device.type == "cpu"
-    return expected_seconds(recipe, len(seeds), records, device_name(device), cpu=cpu) * (1 - done), done
+    folder, cpu, on = run_folder(runs, name, recipe, seeds), device.type == "cpu", device_name(device)
+    steps = recipe.total_steps(EXAMPLES.get(recipe.data or "", 1000))
+    done = min(reached(folder) / steps, 1.0)
+    seconds = at_its_own_speed(folder, steps, on, cpu=cpu)
+    if seconds is None:
+        seconds = expected_seconds(recipe, len(seeds), records, on, cpu=cpu) * (1 - done)
+    return seconds, done, on
 
 
 def _label(job: Job) -> str:

@@ -1,9 +1,14 @@
 """What a run is expected to take: a rough table, corrected by what earlier runs on the same device took."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from statistics import median
 
+from safetensors import SafetensorError, safe_open
+
 from ..recipe import Recipe
+from .environment import stretches
 from .records import Record
 
 # Milliseconds of one step of one member in an ensemble of five, on an H200.
@@ -30,6 +35,28 @@ def expected_seconds(
     return _rough(recipe, seeds, cpu) * correction
 
 
+def at_its_own_speed(folder: Path, steps: int, device: str, *, cpu: bool) -> float | None:
+    """What an interrupted run still takes, from the time it took so far.
+
+    None where that tells little: on another device, or before it ran for twice as long as a start takes.
+    """
+    kept = sorted((folder / "checkpoints").glob("step-*.safetensors"))
+    try:
+        with safe_open(kept[-1], framework="pt") as file:
+            spent = float(json.loads(file.metadata()["state"])["seconds"])
+    except (IndexError, OSError, SafetensorError, ValueError, TypeError, KeyError):
+        return None  # none, or a damaged one
+    start, step = _start(cpu), int(kept[-1].name.split("-")[1])
+    elsewhere = any(one["device"] != device for one in stretches(folder))
+    if elsewhere or not 0 < step < steps or spent < 2 * start:
+        return None
+    return (spent - start) / step * (steps - step) + start
+
+
+def _start(cpu: bool) -> float:
+    return START / 10 if cpu else START
+
+
 def _rough(recipe: Recipe, seeds: int, cpu: bool) -> float:
     milliseconds = SMALL.get(recipe.data or "", ROUGH.get(recipe.network or "", 1.0))
     if recipe.sharing:
@@ -38,7 +65,7 @@ def _rough(recipe: Recipe, seeds: int, cpu: bool) -> float:
         milliseconds *= ADVERSARIAL
     steps = recipe.total_steps(EXAMPLES.get(recipe.data or "", 1000))
     seconds = steps * recipe.members * seeds * milliseconds / 1000
-    return seconds * CPU + START / 10 if cpu else seconds + START
+    return (seconds * CPU if cpu else seconds) + _start(cpu)
 
 
 def _ran(record: Record) -> tuple[Recipe, int]:

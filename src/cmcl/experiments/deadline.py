@@ -6,15 +6,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..engine import Interrupted
 from ..engine.checkpoint import Interrupt
 
+TIME_OVER = "time over"
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @contextmanager
 def stopping_after(seconds: float | None) -> Iterator[None]:
-    """Ask whatever trains in this block to stop once the time is over. None: never."""
-    done = threading.Event()
+    """Ask whatever trains in this block to stop once the time is over, and say so. None: never."""
+    done, asked = threading.Event(), threading.Event()
 
     def ask() -> None:
         wait = seconds
@@ -23,6 +25,7 @@ def stopping_after(seconds: float | None) -> Iterator[None]:
             # Only while the engine listens: at any other moment the signal would end the process.
             if callable(handler) and isinstance(getattr(handler, "__self__", None), Interrupt):
                 handler(signal.SIGTERM, None)
+                asked.set()
             wait = 0.1  # again, for what starts to train after the time is over
 
     if seconds is None:
@@ -32,6 +35,10 @@ def stopping_after(seconds: float | None) -> Iterator[None]:
     thread.start()
     try:
         yield
+    except Interrupted as stop:
+        if not asked.is_set():
+            raise
+        raise Interrupted(str(stop).replace("stopped by SIGTERM", TIME_OVER)) from None
     finally:
         done.set()
         thread.join()  # or it might ask the next run
@@ -40,12 +47,11 @@ def stopping_after(seconds: float | None) -> Iterator[None]:
 def parse_budget(text: str) -> float:
     """Seconds of "90s", "25m", "1.5h", "1h30m" or a bare number of seconds."""
     parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
-    if parts and "".join(number + unit for number, unit in parts) == text:
-        return sum(float(number) * UNITS[unit] for number, unit in parts)
     try:
-        seconds = float(text)
+        whole = "".join(number + unit for number, unit in parts) == text != ""
+        seconds = sum(float(number) * UNITS[unit] for number, unit in parts) if whole else float(text)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"budget must be a time such as 90s, 25m or 1h30m. Got {text!r}.")
+        raise ValueError(f"budget must be a time above 0, such as 90s, 25m or 1h30m. Got {text!r}.")
     return seconds

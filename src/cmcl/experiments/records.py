@@ -1,15 +1,18 @@
 """A record: one trained ensemble, measured. One JSON file each, so that results merge by copying files."""
 
 import json
+import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from ..data.published import CHECKSUMS
 from ..files import replacing
+from ..recipe import Recipe
 from .paper import Cell
 
 FORMAT = 1  # raise it when an older program could misread what is written
@@ -41,6 +44,7 @@ class Record:
     precision: str
     versions: Mapping[str, str | None]
     commit: str | None
+    resumed_with: list[Mapping[str, Any]] = field(default_factory=list)  # all stretches, if not all are alike
     format: int = FORMAT
 
     @property
@@ -60,6 +64,19 @@ class Record:
         with replacing(path) as part:
             part.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
+    def save_if_new(self, path: Path) -> None:
+        """Write it, unless the very same is there."""
+        if Record.read(path) != self:
+            self.save(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Record | None":
+        """What `save` wrote, or None where there is no whole record."""
+        try:
+            return cls.load(path)
+        except (FileNotFoundError, ValueError):
+            return None
+
     @classmethod
     def load(cls, path: Path) -> "Record":
         """Read what `save` wrote."""
@@ -68,16 +85,36 @@ class Record:
             if values["format"] not in range(1, FORMAT + 1):
                 raise ValueError(f"format {values['format']} is of a later version of cmcl: upgrade it")
             known = {f.name for f in fields(cls)}
-            return cls(**{key: value for key, value in values.items() if key in known})
-        except (ValueError, KeyError, TypeError) as error:
+            record = cls(**{key: value for key, value in values.items() if key in known})
+            record._check()
+            return record
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else error
             raise ValueError(
-                f"{path} must be a record of a run. Got something else ({error}). Move it away."
+                f"{path} must be a record of a run. Got something else ({reason}). Move it away."
             ) from None
+
+    def _check(self) -> None:
+        """Raise unless the numbers of tables and budgets are there."""
+        numbers = [self.seconds, *self.members, *(self.errors["expected"][key] for key in ("top1", "oracle"))]
+        if not self.members or not all(map(math.isfinite, numbers)):
+            raise ValueError("its errors must be numbers")
+        if not (isinstance(self.name, str) and isinstance(self.recipe_hash, str) and type(self.seed) is int):
+            raise ValueError("name, recipe_hash and seed must be text, text and a whole number")
+        Recipe.from_json(self.recipe)
+        if not self.together or not {"data", "network", "sharing"} <= set(self.recipe):
+            raise ValueError("recipe must name its data and network, and together its seeds")
 
 
 def load_records(results: str | Path) -> list[Record]:
-    """All records in `results`/records, in the order of their names."""
-    return [Record.load(path) for path in sorted((Path(results) / "records").glob("*.json"))]
+    """All records in `results`/records, in the order of their names. A damaged one is a warning."""
+    found = []
+    for path in sorted((Path(results) / "records").glob("*.json")):
+        try:
+            found.append(Record.load(path))
+        except (ValueError, OSError) as error:
+            warnings.warn(f"left out: {error}", stacklevel=1)
+    return found
 
 
 def known_checksums(records: Iterable[Record]) -> dict[str, Mapping[str, str]]:
@@ -88,13 +125,19 @@ def known_checksums(records: Iterable[Record]) -> dict[str, Mapping[str, str]]:
     return {data: json.loads(count.most_common(1)[0][0]) for data, count in votes.items()} | CHECKSUMS
 
 
-def fills(record: Record, cell: Cell, checksums: Mapping[str, Mapping[str, str]] = CHECKSUMS) -> bool:
+def fills(
+    record: Record,
+    cell: Cell,
+    checksums: Mapping[str, Mapping[str, str]] = CHECKSUMS,
+    *,
+    outside: bool = True,
+) -> bool:
     """Whether a record may stand in a cell: same recipe, same data, full length, full test set.
 
-    Anything else of the same name is partial. Figure 2 needs data from outside as well.
+    Anything else of the same name is partial. Figure 2 needs data from `outside` as well.
     """
     expected = checksums.get(cell.recipe.data or "", record.checksums)
-    seen_outside = record.outside is not None or not cell.where[0].startswith("fig2")
+    seen_outside = record.outside is not None or not outside or not cell.where[0].startswith("fig2")
     same = record.recipe_hash == cell.recipe.hash and record.checksums == expected
     return same and record.complete and seen_outside
 

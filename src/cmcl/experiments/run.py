@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,21 @@ from .. import data
 from ..data.cache import fitted, transformed
 from ..data.dataset import Dataset
 from ..data.preprocess import PRESETS, Transform
-from ..engine import Options, fit
+from ..engine import Options, Result, fit
+from ..engine.checkpoint import locked
 from ..engine.setup import hold_out
 from ..ensemble import Ensemble
 from ..files import replacing
-from ..networks import NETWORKS
 from ..recipe import Recipe
 from . import environment
+from .building import build, check_fits, named
 from .gallery import write_gallery
 from .measure import errors, measure, predict
 from .recipes import OUTSIDE, find
 from .records import Record
+
+LONGEST = 100  # letters of a list of seeds in a folder's name
+TRAINED = ("steps", "seconds", *environment.FACTS, "resumed_with")  # fields of a record that tell of training
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,16 @@ def run(
     recipe = find(recipe) if isinstance(recipe, str) else recipe
     recipe = recipe if steps is None else replace(recipe, steps=steps, epochs=None)
     options = options or Options()
+    now = environment.facts(options)
     sets = load_sets(recipe, root=root, cache=cache)
-    folder = run_folder(out, name, recipe, seeds)
-    _write_json(folder / "recipe.json", recipe.to_json())
     ensembles = [build(recipe, seed, sets.transform) for seed in seeds]
+    check_fits(ensembles[0], sets.train, recipe)
+    folder = run_folder(out, name, recipe, seeds)
+    with locked(folder):  # a run that another process has in hand is none of ours to note anything about
+        _write_json(folder / "recipe.json", recipe.to_json())
+        step = reached(folder)
+        if not (finished := step >= _steps(recipe, sets.train)):
+            environment.keep(folder, step, now)
     result = fit(
         ensembles,
         sets.train,
@@ -88,66 +99,80 @@ def run(
         resume=True,
         options=options,
     )
-    facts = {
+    if finished and result.rows:  # its last checkpoint was damaged: it was trained after all
+        environment.keep(folder, step, now)
+    facts: dict[str, Any] = {
         "name": name,
         "recipe": recipe.to_json(),
         "recipe_hash": recipe.hash,
         "full_length": steps is None,
-        "steps": result.steps,
-        "seconds": round(result.seconds, 3),
         "together": list(seeds),
-        **environment.facts(options),
     }
     records = []
     for seed, ensemble in zip(seeds, ensembles, strict=True):
         own = folder if len(seeds) == 1 else folder / f"seed{seed}"
+        trained = _trained(folder, own / "record.json", result, now)
         ensemble.save(own / "ensemble")
         measured = _measure(ensemble, sets, recipe, seed, test_limit, options)
-        records.append(record := Record(seed=seed, **facts, **measured))
-        record.save(own / "record.json")
+        records.append(record := Record(seed=seed, **facts, **trained, **measured))
+        record.save_if_new(own / "record.json")
         write_gallery(own / "gallery", ensemble, sets.test[:test_limit], sets.pictures)
         if results is not None:
-            record.save(Path(results) / "records" / record.file_name)
+            record.save_if_new(Path(results) / "records" / record.file_name)
     return records
 
 
 def run_folder(out: str | Path, name: str, recipe: Recipe, seeds: Sequence[int]) -> Path:
     """Where a run lives: readable, and its own."""
     word = "seed" if len(seeds) == 1 else "seeds"
-    return Path(out) / f"{name}--{recipe.hash}--{word}{'-'.join(map(str, seeds))}"
+    return Path(out) / f"{name}--{recipe.hash}--{word}{_in_short(seeds)}"
 
 
-def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ensemble:
-    """The untrained ensemble: its weights depend on network, members and seed alone."""
-    if recipe.network is None:
-        raise ValueError(
-            "recipe.network must name a network. Got None. Build the ensemble and call cmcl.fit."
-        )
-    network, options = NETWORKS[recipe.network], recipe.network_options
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        ensemble = Ensemble(
-            lambda: network(**options),
-            recipe.members,
-            share_after="stem" if recipe.sharing else None,
-            share_prob=recipe.share_prob,
-        )
-    ensemble.transform = transform
-    return ensemble
+def _in_short(seeds: Sequence[int]) -> str:
+    """ "0-1-2"; "0to79" where that would be too long for a folder's name."""
+    whole = "-".join(map(str, seeds))
+    if len(whole) <= LONGEST:
+        return whole
+    if list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
+        return f"{seeds[0]}to{seeds[-1]}"
+    return f"{seeds[0]}to{seeds[-1]}-{len(seeds)}of{sha256(whole.encode()).hexdigest()[:12]}"
+
+
+def reached(folder: Path) -> int:
+    """The step of a run's last checkpoint, by its name."""
+    kept = (folder / "checkpoints").glob("step-*.safetensors")
+    return max((int(path.name.split("-")[1]) for path in kept), default=0)
+
+
+def _steps(recipe: Recipe, train: Dataset) -> int:
+    examples = len(hold_out(train, recipe.validation)[0])
+    return recipe.total_steps(examples, min(recipe.batch_size, examples))
+
+
+def _trained(folder: Path, record: Path, result: Result, now: dict[str, Any]) -> dict[str, Any]:
+    """What a run's training took and ran on. One that is only measured again keeps what its record says."""
+    before = Record.read(record)
+    if before is not None and not result.rows:
+        return {key: getattr(before, key) for key in TRAINED}
+    # Finished by an earlier version, which kept no notes: the step tells that its training is not known.
+    found = environment.stretches(folder) or [{"step": result.steps} | now]
+    spent = {"steps": result.steps, "seconds": round(result.seconds, 3)}
+    return spent | environment.summary(found)
 
 
 def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Path | None = None) -> Sets:
     """The data of a recipe, preprocessed once and kept."""
     if recipe.data is None:
         raise ValueError("recipe.data must name a data set. Got None. Load the data and call cmcl.fit.")
+    preset = None if recipe.preprocess is None else named("preprocess", recipe.preprocess, PRESETS)
     train, test = (data.load(recipe.data, split=split, root=root) for split in ("train", "test"))
-    outside = _outside(recipe, root)
+    outside = load_outside(recipe.data, root)
     checksums = {"train": train.checksum, "test": test.checksum}
     train = train if recipe.examples is None else few(train, recipe.examples)
-    if recipe.preprocess is None:
+    if preset is None:
         return Sets(train, test, test.images, outside, None, checksums)
     pictures = test.images
-    transform = fitted(PRESETS[recipe.preprocess](), train, cache)
+    transform = fitted(preset(), train, cache)
     train, test = (transformed(transform, one, cache) for one in (train, test))
     outside = outside and transformed(transform, outside, cache)
     return Sets(train, test, pictures, outside, transform, checksums)
@@ -168,12 +193,13 @@ def few(train: Dataset, count: int) -> Dataset:
     return train.subset(sorted(sorted(order, key=turn.__getitem__)[:count]))
 
 
-def _outside(recipe: Recipe, root: str | Path | None) -> Dataset | None:
-    other = OUTSIDE.get(recipe.data or "")
+def load_outside(name: str | None, root: str | Path | None) -> Dataset | None:
+    """What those who learned from `name` have never seen, for figure 2; without it None, said once."""
+    other = OUTSIDE.get(name or "")
     try:
         return None if other is None else data.load(other, split="test", root=root)
     except FileNotFoundError as error:
-        warnings.warn(f"figure 2 goes without data that the members have not seen: {error}", stacklevel=4)
+        warnings.warn(f"figure 2 goes without data that the members have not seen: {error}", stacklevel=1)
         return None
 
 

@@ -37,7 +37,7 @@ def heat_maps(
             classes or CLASSES.get(record.recipe["data"]) or list(map(str, range(len(record.classwise[0]))))
         )
         points = [
-            {"class": names[c] if c < len(names) else str(c), "member": m + 1, "accuracy": value}
+            {"class": names[c] if c < len(names) else str(c), "member": m, "accuracy": value}
             for m, row in enumerate(record.classwise)
             for c, value in enumerate(row)
             if value is not None

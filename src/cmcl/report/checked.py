@@ -15,41 +15,72 @@ NUMBERS = (  # of a row of telemetry, that are drawn
 
 def check_record(record: Record) -> None:
     """Raise unless every number that the report uses is one."""
+    _check_facts(record)
+    _check_errors(record)
+    _check_calibration(record)
+
+
+def _check_facts(record: Record) -> None:
+    """What was run, where and when."""
     for text in (record.name, record.recipe_hash, record.device, record.precision):
         _require(isinstance(text, str), "a text", text)
     for count in (record.seed, record.steps, record.test_examples):
-        _require(isinstance(count, int), "a whole number", count)
+        _require(_whole(count), "a whole number", count)
+    _require(record.test_examples > 0, "test examples", record.test_examples)
+    for maybe in (record.recipe["data"], record.outside, record.commit):
+        _require(maybe is None or isinstance(maybe, str), "a text or nothing", maybe)
+    for flag in (record.full_length, record.full_test):
+        _require(isinstance(flag, bool), "true or false", flag)
     _require(record.recipe["method"] in ("ie", "mcl", "cmcl"), "a method", record.recipe["method"])
     number(record.seconds)
+    _require(isinstance(record.together, list), "a list of seeds", record.together)
+    _require(len(record.together) > 0, "at least one seed", record.together)
+    for table in (record.recipe, record.versions, record.checksums):
+        _require(isinstance(table, dict), "names and values", table)
+    checksums = list(record.checksums.values())
+    _require(all(isinstance(found, str) for found in checksums), "checksums", checksums)
+
+
+def _check_errors(record: Record) -> None:
+    """Of the ensemble, of its members, by class."""
     for mode in record.errors.values():
         for value in mode.values():
-            number(value)
+            _percent(value)
     number(record.errors["expected"]["top1"])
     number(record.errors["expected"]["oracle"])
     m = len(numbers(record.members))
+    for value in record.members:
+        _percent(value)
     _require(m > 0 and len(record.classwise) == m, f"one row a member, {m}", len(record.classwise))
-    grid(record.classwise, empty=True)
+    known = grid(record.classwise, empty=True)
+    _require(any(value is not None for row in known for value in row), "accuracies by class", known)
+    _require(record.recipe["members"] == m, f"a recipe of {m} members", record.recipe["members"])
+
+
+def _check_calibration(record: Record) -> None:
+    """How sure the answers are."""
     number(record.calibration["ece"])
-    numbers(record.calibration["risk_coverage"])
+    risks = numbers(record.calibration["risk_coverage"])
+    _require(len(risks) > 0, "errors by coverage", risks)
     reliability = record.calibration["reliability"]
     counts = numbers(reliability["count"])
     for key in ("confidence", "accuracy"):
         _require(len(numbers(reliability[key], empty=True)) == len(counts), "as many bins", key)
-    number(record.entropy["largest"])
+    largest = number(record.entropy["largest"])
+    _require(largest is not None and largest > 0, "a largest entropy", largest)
     for key in ("specialised", "other", "test", "outside"):
         grid(record.entropy.get(key, []))
-    _require(len(record.together) > 0, "at least one seed", record.together)
-    dict(record.versions)
 
 
 def check_row(row: Any) -> None:
     """Raise unless a row of telemetry can be drawn."""
     number(row["epoch"])
-    _require(isinstance(row.get("seed", 0), int), "a seed", row.get("seed"))
+    _require(_whole(row.get("seed", 0)), "a seed", row.get("seed"))
     for key in NUMBERS:
         number(row.get(key), empty=True)
     numbers(row.get("win_rates", []))
-    grid(row.get("win_rates_by_class", []))
+    _require(all(grid(row.get("win_rates_by_class", []))), "rates of some classes", "none")
+    _require(all(map(_whole, row.get("dead_members", []))), "members", row.get("dead_members"))
 
 
 def check_gallery(content: Any, folder: Path) -> None:
@@ -57,9 +88,12 @@ def check_gallery(content: Any, folder: Path) -> None:
     dense = content["task"] == "segmentation"
     _require(dense or content["task"] == "classification", "a known task", content["task"])
     classes = content["classes"]
+    _require(isinstance(classes, list), "a list of classes", classes)
+    _require(isinstance(content["items"], list), "a list of pictures", content["items"])
     _require(all(isinstance(name, str) for name in classes), "names of classes", classes)
     for item in content["items"]:
         _picture(folder, item["image"])
+        _require(_whole(item["index"]), "the image's number", item["index"])
         if dense:
             _picture(folder, item["truth"])
         else:
@@ -83,6 +117,15 @@ def number(value: Any, *, empty: bool = False) -> float | None:
     right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     _require(right, "a number", value)
     return float(value)
+
+
+def _percent(value: Any) -> None:
+    found = number(value)
+    _require(found is not None and 0 <= found <= 100, "a percentage", value)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def numbers(values: Any, *, empty: bool = False) -> list[float | None]:

@@ -99,11 +99,11 @@ def wins(id: str, title: str, run: Run, runs: int) -> Figure:
         panels = [_member_panel([row for row in run.rows if row.get("win_rates")])]
         caption = "Share of the images that each member was chosen to learn, epoch by epoch."
     last = run.rows[-1].get("win_rates") or []
-    rows = [[Value(f"member {i + 1}"), number(100 * rate, 1)] for i, rate in enumerate(last)]
+    rows = [[Value(f"member {i}"), number(100 * rate, 1)] for i, rate in enumerate(last)]
     columns = [Column("Member", numeric=False), Column("Won, %")]
     numbers = Table(f"{id}-numbers", "Share of all images won in the last epoch", columns, rows)
     scale = ("never", "always") if len(panels) > 1 else None
-    legend = [] if scale else series(f"member {i + 1}" for i in range(len(last)))
+    legend = [] if scale else series(f"member {i}" for i in range(len(last)))
     return Figure(id, title, caption, panels, numbers, legend=legend, narrow=len(panels) > 1, scale=scale)
 
 
@@ -128,14 +128,14 @@ def _class_panel(member: int, grids: Sequence[tuple[float, Any]], classes: list[
             tooltip=["epoch:O", "class:N", alt.Tooltip("won:Q", title="won, %")],
         )
     )
-    return panel(f"member {member + 1}", chart, max(60, min(15 * count, 400)))
+    return panel(f"member {member}", chart, max(60, min(15 * count, 400)))
 
 
 def _member_panel(rows: Sequence[dict[str, Any]]) -> Panel:
     points = [
         {
-            "run": f"member {m + 1}",
-            "label": f"member {m + 1}",
+            "run": f"member {m}",
+            "label": f"member {m}",
             "epoch": row["epoch"],
             "value": round(100 * rate, 2),
         }

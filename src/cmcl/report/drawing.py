@@ -77,10 +77,13 @@ def series(names: Iterable[str], methods: dict[str, str] | None = None) -> list[
     used = [methods.get(name) for name in names]
     fixed = {n: order.index(m) for n, m in zip(names, used, strict=True) if m in order and used.count(m) == 1}
     free = [i for i in range(len(COLOURS)) if i not in fixed.values()] or [0]
+    others = [name for name in names if name not in fixed]
     found: list[Series] = []
     for name in names:
-        i = fixed[name] if name in fixed else free[len(found) % len(free)]
-        found.append(Series(name, COLOURS[i], DASHES[i]))
+        # once all colours are in use they come again, with another dash
+        turn, place = (0, 0) if name in fixed else divmod(others.index(name), len(free))
+        i = fixed[name] if name in fixed else free[place]
+        found.append(Series(name, COLOURS[i], DASHES[(i + turn) % len(DASHES)]))
     return found
 
 

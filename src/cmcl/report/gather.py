@@ -28,11 +28,12 @@ class Run:
     rows: list[Row] = field(default_factory=list)  # telemetry
     gallery: dict[str, Any] | None = None  # content of gallery.json, with "folder"
     label: str = ""  # for people: the name, with the seed if there are several
+    planned: str | None = None  # the data set's name as recipe.json has it, for a run without a record
 
     @property
     def data(self) -> str | None:
-        """The data set's name."""
-        return None if self.record is None else self.record.recipe["data"]
+        """The data set's name; None for one's own."""
+        return self.planned if self.record is None else self.record.recipe["data"]
 
     @property
     def classes(self) -> list[str] | None:
@@ -134,8 +135,18 @@ def _runs(folder: Path, notes: list[str]) -> Iterator[Run]:
     for row in rows:
         seed = row.get("seed", next(iter(found)))
         found.setdefault(seed, Run(folder.name.split("--")[0], seed)).rows.append(row)
+    for run in found.values():
+        run.planned = _planned(folder)
     # A run that was stopped early has telemetry under its true seed, and nothing under the folder's.
     yield from (run for run in found.values() if run.record or run.rows or len(found) == 1)
+
+
+def _planned(folder: Path) -> str | None:
+    try:
+        data = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))["data"]
+    except (ValueError, TypeError, KeyError, OSError):  # old, damaged or not there: the record tells
+        return None
+    return data if isinstance(data, str) else None
 
 
 def _seed_of(folder: Path) -> int:

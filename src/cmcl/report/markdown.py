@@ -2,6 +2,8 @@
 
 from ..experiments.claims import judge
 from . import story
+from .alarms import CURE, alarms
+from .comparing import of_runs
 from .gather import Material
 from .tables import claims_markdown, escaped, headline, markdown, paper_markdown, summary_table
 
@@ -24,7 +26,13 @@ def render(material: Material) -> str:
     if own := [run.record for run in material.runs if run.record]:
         labels = {run.record.file_name: run.label for run in material.runs if run.record}
         table = summary_table(own, labels)
-        parts += ["## Runs", *map(escaped, story.of_runs(own)), markdown(table), table.note]
+        parts += ["## Runs", *map(escaped, of_runs(own)), markdown(table), table.note]
+    if found := alarms(material.runs):
+        parts += [
+            "## Members that learned next to nothing",
+            "\n".join(f"- {escaped(a)}" for a in found),
+            CURE,
+        ]
     if material.notes:
         notes = "\n".join(f"- {escaped(note)}" for note in material.notes)
         parts += ["## Not everything could be read", notes]

@@ -12,6 +12,8 @@ from ..experiments.claims import judge
 from ..experiments.records import Record
 from ..files import replacing
 from . import story
+from .alarms import CURE, alarms
+from .comparing import of_runs
 from .drawing import vega_lite_version, vl_convert
 from .gather import Material
 from .sections import Section, sections
@@ -25,7 +27,7 @@ def render(material: Material) -> str:
     """The page."""
     verdicts = judge(material.evidence) if material.paper else []
     parts = sections(material, verdicts)
-    sentences = story.of_runs([run.record for run in material.runs if run.record])
+    sentences = of_runs([run.record for run in material.runs if run.record])
     if material.paper:
         sentences = [
             story.of_the_paper(material.evidence),
@@ -35,13 +37,13 @@ def render(material: Material) -> str:
     specs = {f"{f.id}-{i}": p.spec for part in parts for f in part.figures for i, p in enumerate(f.panels)}
     template = _environment().get_template("page.html")
     page = template.render(
-        title="Confident multiple choice learning, reproduced"
-        if material.paper
-        else "Ensembles that know what they know",
+        title=story.title(material.evidence) if material.paper else "Ensembles that know what they know",
         version=__version__,
         sentences=sentences,
         headline=_headline(material),
         notes=material.notes,
+        alarms=alarms(material.runs),
+        cure=CURE,
         unfinished=[run.label for run in material.runs if run.record is None],
         sections=parts,
         records=_grouped(material.records),

@@ -63,7 +63,7 @@ def _card(item: dict[str, Any], content: dict[str, Any]) -> Card:
     classes, target = content["classes"], item["target"]
     answers = [
         Answer(
-            str(m + 1),
+            str(m),
             classes[member["answer"]],
             100 * member["confidence"],
             member["entropy"],
@@ -92,8 +92,8 @@ def _scene(item: dict[str, Any], folder: Path) -> list[Picture]:
         row.append(
             Picture(
                 _embedded(folder / member["mask"]),
-                f"{name}: prediction of member {m + 1}, {member['error']:.1f} % wrong",
-                f"member {m + 1}",
+                f"{name}: prediction of member {m}, {member['error']:.1f} % wrong",
+                f"member {m}",
                 ", ".join(words + ["chosen"] * chosen),
                 chosen,
             )

@@ -1,7 +1,8 @@
 """The order of a report: which sections there are, and what is in each. What has no material is left out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..experiments.claims import Verdict
 from ..experiments.evidence import Evidence
@@ -11,6 +12,7 @@ from . import charts, curves
 from .drawing import Figure, method_label
 from .gather import Material, Run
 from .pictures import Gallery, gallery
+from .story import modest
 from .tables import Table, paper_tables, summary_table
 from .words import data_name
 
@@ -56,12 +58,17 @@ def _of_paper(material: Material, verdicts: list[Verdict]) -> Iterator[Section]:
         yield Section(
             "calibration",
             "Calibration",
-            "Five ResNet-20 on CIFAR-10.",
+            f"Five ResNet-20 on CIFAR-10. {_modest(material.evidence)}",
             figures=[
                 charts.reliability("paper-reliability", "Reliability", known),
                 charts.risk_coverage("paper-risk", "Risk and coverage", known),
             ],
         )
+
+
+def _modest(evidence: Evidence) -> str:
+    ie, _, cmcl = RESNETS
+    return modest(evidence.standing(cmcl), evidence.standing(ie))
 
 
 def _figures(material: Material) -> Section:
@@ -74,7 +81,7 @@ def _figures(material: Material) -> Section:
         cells = [cell for cell in CELLS if cell.where[0].startswith(f"fig{id}")]
         begun = any(material.evidence.standing(cell.id) for cell in cells)
         section.missing.append(_missing(id, "only single points so far" if begun else ""))
-    pictured = _pictured(material.runs, "icoseg")
+    pictured = _pictured([run for run in material.runs if run.data == "icoseg"])
     section.galleries = [gallery(run, f"figure3-{i}") for i, run in enumerate(pictured)]
     if not pictured:
         section.missing.append(_missing("3", "pictures are in run folders, so name those too"))
@@ -111,16 +118,28 @@ def _of_runs(material: Material) -> Iterator[Section]:
         intro = "Everything that this report is made from."
         table = summary_table(material.records, labelled)
         yield Section("runs", "All runs", intro, tables=[table])
-    for run_of in _by_data(material.runs):
-        yield from _of_data(run_of, material)
+    for (key, name), runs in _by_data(material.runs).items():
+        yield from _of_data(key, name, runs, material)
 
 
-def _by_data(runs: Sequence[Run]) -> list[list[Run]]:
-    return [[run for run in runs if run.data == data] for data in dict.fromkeys(run.data for run in runs)]
+def _by_data(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
+    """Runs by their data's key and name; own data have none, and are told apart by what was measured."""
+    own = list(dict.fromkeys(_checksum(run) for run in runs if run.data is None))
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        key, name = run.data or "own", data_name(run.data)
+        if run.data is None and len(own) > 1:
+            number = own.index(_checksum(run)) + 1
+            key, name = f"{key}-{number}", f"{name} {number}"
+        groups.setdefault((key, name), []).append(run)
+    return groups
 
 
-def _of_data(runs: list[Run], material: Material) -> Iterator[Section]:
-    data, key = data_name(runs[0].data), runs[0].data or "own"
+def _checksum(run: Run) -> str | None:
+    return run.record.checksums.get("test") if run.record else None
+
+
+def _of_data(key: str, data: str, runs: list[Run], material: Material) -> Iterator[Section]:
     measured = [(run.label, run.record) for run in runs if run.record]
     with_rows = [run for run in runs if run.rows]
     if trained := [run for run in with_rows if len({row["epoch"] for row in run.rows}) > 1]:
@@ -154,9 +173,7 @@ def _of_data(runs: list[Run], material: Material) -> Iterator[Section]:
             ],
         )
     shown = material.paper and key == "icoseg"  # as figure 3
-    if not shown and (
-        pictured := [run for run in _one_of_each(runs) if run.gallery and run.gallery["items"]]
-    ):
+    if not shown and (pictured := _pictured(runs)):
         dense = pictured[0].gallery is not None and pictured[0].gallery["task"] == "segmentation"
         yield Section(
             f"pictures-{key}",
@@ -187,5 +204,12 @@ def _one_of_each(runs: "Sequence[Run] | filter[Run]") -> list[Run]:
     return list({run.name: run for run in reversed(list(runs))}.values())[::-1]
 
 
-def _pictured(runs: Sequence[Run], data: str) -> list[Run]:
-    return [run for run in _one_of_each(runs) if run.data == data and run.gallery]
+def _pictured(runs: Sequence[Run]) -> list[Run]:
+    """Runs whose members can disagree, CMCL first: the page unfolds the first."""
+    found = [run for run in _one_of_each(runs) if run.gallery and _several(run.gallery["items"])]
+    return sorted(found, key=lambda run: run.record is None or run.record.recipe["method"] != "cmcl")
+
+
+def _several(items: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether there are pictures, with answers of two members or more."""
+    return any(len(item["members"]) > 1 for item in items)

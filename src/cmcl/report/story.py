@@ -1,27 +1,45 @@
 """What the numbers mean, in plain sentences that are computed from them."""
 
-from collections.abc import Sequence
-from statistics import fmean
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ..experiments.claims import FAILS, HOLDS, Verdict
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import TARGETS
 from ..experiments.records import Record
-from .words import DATA, LONG, METHODS, data_name, method_of
+from .noise import within_noise
+from .words import DATA, spread
 
-FEW = 1000  # test images; with fewer, a reader should know what one of them weighs
+PAPER = "Confident multiple choice learning"
+
+
+def title(evidence: Evidence) -> str:
+    """Of a page on the paper: no more than what is measured."""
+    measured, printed = _measured(evidence)
+    if not measured:
+        return f"{PAPER}: nothing measured yet"
+    whole = measured == printed
+    return f"{PAPER}, measured again" if whole else f"{PAPER}: {measured} of {printed} numbers measured again"
+
+
+def _measured(evidence: Evidence) -> tuple[int, int]:
+    """How many cells of Tables 1 to 3 are measured, and of how many."""
+    printed = [row for row in evidence.cells.values() if row["paper"]["top1"] is not None]
+    return sum(row["ours"] is not None for row in printed), len(printed)
 
 
 def of_the_paper(records: Records) -> str:
     """ResNet-20, as the paper's abstract puts it."""
-    found = Evidence.of(records).cells
+    found = Evidence.of(records)
     parts: list[str] = []
     for data in ("cifar10", "svhn"):
-        cmcl, ie = (found[f"table3/{data}-resnet20-{method}"] for method in ("cmcl", "ie"))
-        if cmcl["ours"] and ie["ours"]:
-            mine, other = (row["ours"]["top1"]["mean"] for row in (cmcl, ie))
-            beside = f"({mine:.2f} against {other:.2f} %; paper: {_printed(data):.2f} % fewer)"
-            parts.append(f"{_change(mine, other)}{'' if parts else ' errors'} on {DATA[data]} {beside}")
+        cells = [f"table3/{data}-resnet20-{method}" for method in ("cmcl", "ie")]
+        mine, other = (found.error(cell) for cell in cells)
+        if mine and other:
+            examples = min(found.standing(cell)[0].test_examples for cell in cells)
+            beside = f"({_numbers(mine, other, examples)}; paper: {_printed(data):.2f} % fewer)"
+            change = _change(mine["mean"], other["mean"])
+            parts.append(f"{change}{'' if parts else ' errors'} on {DATA[data]} {beside}")
     if not parts:
         return (
             "Whether CMCL makes fewer errors than an independent ensemble of ResNet-20 is not measured yet."
@@ -29,6 +47,12 @@ def of_the_paper(records: Records) -> str:
     return (
         f"Compared with an independent ensemble, five ResNet-20 trained with CMCL make {' and '.join(parts)}."
     )
+
+
+def _numbers(mine: Mapping[str, Any], other: Mapping[str, Any], examples: int) -> str:
+    runs = "one run each" if mine["n"] == other["n"] == 1 else f"n = {mine['n']} and {other['n']}"
+    noise = ", within the noise" if within_noise(mine, other, examples) else ""
+    return f"{spread(mine)} against {spread(other)} %, {runs}{noise}"
 
 
 def _printed(data: str) -> float:
@@ -44,50 +68,44 @@ def _change(mine: float, other: float) -> str:
 
 def how_far(records: Records, verdicts: Sequence[Verdict]) -> str:
     """How much of the paper is measured."""
-    printed = [row for row in Evidence.of(records).cells.values() if row["paper"]["top1"] is not None]
-    measured = sum(row["ours"] is not None for row in printed)
+    measured, printed = _measured(Evidence.of(records))
     count = {status: sum(v.status == status for v in verdicts) for status in (HOLDS, FAILS)}
     rest = len(verdicts) - sum(count.values())
     return (
-        f"{measured} of the {len(printed)} cells of Tables 1 to 3 are measured. Of the paper's "
+        f"{measured} of the {printed} cells of Tables 1 to 3 are measured. Of the paper's "
         f"{len(verdicts)} claims {count[HOLDS]} held up, {count[FAILS]} did not, {rest} are not yet measured "
         "in full."
     )
 
 
-def of_runs(records: Sequence[Record]) -> list[str]:
-    """For each data set, who is best, and what MCL's oracle error is worth."""
-    return [
-        _of_data(data, [r for r in records if r.recipe["data"] == data])
-        for data in dict.fromkeys(r.recipe["data"] for r in records)
-    ]
+def modest(cmcl: Sequence[Record], ie: Sequence[Record] = (), *, where: str = "") -> str:
+    """Whether CMCL's averaged answers are less sure than they are right, and what mends it; else empty."""
+    found = list(_modesty(cmcl))
+    if not found:
+        return ""
+    gap, confidence, accuracy, ece = (sum(column) / len(found) for column in zip(*found, strict=True))
+    if ece < MODEST or gap < 0.8 * ece:  # unsure of too much, in most of it
+        return ""
+    rival = [record.calibration["ece"] for record in ie]
+    beside = f", IE's {sum(rival) / len(rival):.1f} %" if rival else ""
+    return (
+        f"{where}CMCL's averaged answer is too modest: {confidence:.1f} % sure on average, and right in "
+        f"{accuracy:.1f} % (its calibration error is {ece:.1f} %{beside}). Members that stay silent lower "
+        "the average. One temperature, fitted on held-out examples, mends that: cmcl.rejecting.temperature, "
+        "docs/rejecting.md."
+    )
 
 
-def _of_data(data: str | None, records: Sequence[Record]) -> str:
-    errors: dict[str, list[Record]] = {}
+MODEST = 5.0  # percent of calibration error, from where it is worth a sentence
+
+
+def _modesty(records: Sequence[Record]) -> Iterator[tuple[float, float, float, float]]:
+    """Accuracy less confidence, both of them, and the calibration error, in percent."""
     for record in records:
-        errors.setdefault(method_of(record.recipe), []).append(record)
-    top1 = {method: _mean(found, "top1") for method, found in errors.items()}
-    best = min(top1, key=lambda method: top1[method])
-    others = [
-        f"{METHODS[m]} {top1[m]:.2f} %" for m in ("cmcl", "single", "ie", "mcl") if m in top1 and m != best
-    ]
-    text = f"On {data_name(data)}, {LONG[best]} errs least, on {top1[best]:.2f} % of {_things(records[0])}"
-    if others:
-        text += f"; {', '.join(others[:-1]) + ' and ' if others[1:] else ''}{others[-1]}"
-    if "mcl" in top1 and top1["mcl"] > 2 * top1[best]:
-        text += (
-            f", although MCL's best member for each image errs on {_mean(errors['mcl'], 'oracle'):.2f} % only"
-        )
-    images = records[0].test_examples
-    if images < FEW and "test" not in records[0].entropy:
-        text += f". One of the {images} test images is {100 / images:.2f} %"
-    return f"{text}."
-
-
-def _mean(records: Sequence[Record], key: str) -> float:
-    return fmean(record.errors["expected"][key] for record in records)
-
-
-def _things(record: Record) -> str:
-    return "the pixels" if "test" in record.entropy else "the test images"
+        bins = record.calibration["reliability"]
+        columns = zip(bins["count"], bins["confidence"], bins["accuracy"], strict=True)
+        filled = [(n, c, a) for n, c, a in columns if n and c is not None and a is not None]
+        if images := sum(n for n, _, _ in filled):
+            confidence = sum(n * c for n, c, _ in filled) / images
+            accuracy = sum(n * a for n, _, a in filled) / images
+            yield accuracy - confidence, confidence, accuracy, record.calibration["ece"]

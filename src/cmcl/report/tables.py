@@ -9,7 +9,8 @@ from ..experiments.claims import judge
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import CELLS, TARGETS, Cell
 from ..experiments.records import Record
-from .words import DATA, METHODS, NETWORKS, method_of, spread
+from .noise import within_noise
+from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread
 
 Summary = Mapping[str, Any]  # as `summarise` returns it
 
@@ -20,7 +21,8 @@ class Value:
 
     text: str
     sort: float | None = None  # to sort by, if not by the text
-    agrees: bool | None = None  # with the paper, where that is asked
+    mark: str | None = None  # a key of MARKS
+    worse: bool = False  # than the paper, by more than a little
     link: str | None = None  # name of the recipe whose records are behind it
     missing: bool = False
 
@@ -47,15 +49,20 @@ class Table:
 
 
 NOT_MEASURED = Value("not measured", missing=True)
-SAME_SIDE = (
-    "✓: ours lies on the same side of IE as the paper's number does; ✗: it does not. "
+MARKS = {"same": "✓", "near": "≈", "other": "✗"}  # which side of IE ours lies on, as in the paper or not
+WORSE, MUCH = "▲", 0.5  # points of top-1 error above the paper's, from where it is called worse
+LEGEND = (
+    "✓: ours lies on the same side of IE as the paper's number does; ✗: it does not; ≈: the difference is "
+    "within the noise, twice its standard error. No mark: fewer than two runs of either, or nothing to "
+    "compare (the single network is the mean of IE's own members). "
+    f"{WORSE}: worse than the paper by more than {MUCH:g} points of top-1 error. "
     "Mean ± standard deviation over n runs with different seeds."
 )
 
 
 def paper_tables(records: Records) -> list[Table]:
     """Tables 1 to 3."""
-    found = Evidence.of(records).cells
+    found = Evidence.of(records)
     keys = {
         "table1": ("Method",),
         "table2": ("Members", "Method", "K"),
@@ -64,7 +71,7 @@ def paper_tables(records: Records) -> list[Table]:
     return [_paper_table(name, keys[name], found) for name in keys]
 
 
-def _paper_table(name: str, keys: tuple[str, ...], found: Mapping[str, Summary]) -> Table:
+def _paper_table(name: str, keys: tuple[str, ...], found: Evidence) -> Table:
     columns = [Column(key, numeric=False) for key in keys]
     for title in ("Oracle error, %", "Top-1 error, %"):
         columns += [Column(word, title) for word in ("paper", "ours", "diff.")]
@@ -76,14 +83,13 @@ def _paper_table(name: str, keys: tuple[str, ...], found: Mapping[str, Summary])
         cells.sort(key=lambda cell: (list(NETWORKS).index(cell.where[1]), cell.where[3]))
     rows = []
     for cell in cells:
-        own, rival = found[cell.id], found[_rival(cell)]
         row = [Value(text) for text in _keys(cell)]
         for key in ("oracle", "top1"):
-            row += _compared(own, rival, key)
-        rows.append([*row, _count(own)])
+            row += _compared(found, cell.id, _rival(cell), key)
+        rows.append([*row, _count(found.cells[cell.id])])
     number = name.removeprefix("table")
     caption = f"Table {number}. {TARGETS[name]['caption']}"
-    return Table(name, caption, columns, rows, note=SAME_SIDE, keys=len(keys))
+    return Table(name, caption, columns, rows, note=LEGEND, keys=len(keys))
 
 
 def _keys(cell: Cell) -> tuple[str, ...]:
@@ -106,8 +112,9 @@ def _rival(cell: Cell) -> str:
     return next(other.id for other in CELLS if other.where in same)
 
 
-def _compared(own: Summary, rival: Summary, key: str) -> list[Value]:
+def _compared(found: Evidence, cell: str, rival: str, key: str) -> list[Value]:
     """The paper's number, ours, and the difference."""
+    own = found.cells[cell]
     printed, ours = own["paper"][key], own["ours"]
     paper = Value(f"{printed:.2f}", printed)
     if ours is None:
@@ -115,18 +122,27 @@ def _compared(own: Summary, rival: Summary, key: str) -> list[Value]:
         missing = Value(partial, link=own["recipe"], missing=True) if partial else NOT_MEASURED
         return [paper, missing, Value("–", missing=True)]
     mean = ours[key]["mean"]
-    value = Value(spread(ours[key]), mean, _agrees(own, rival, key), own["recipe"])
+    worse = key == "top1" and mean - printed > MUCH
+    value = Value(spread(ours[key]), mean, _side(found, cell, rival, key), worse, own["recipe"])
     return [paper, value, Value(_signed(mean - printed), mean - printed)]
 
 
-def _agrees(own: Summary, rival: Summary, key: str) -> bool | None:
-    """Whether ours lies on the side of IE where the paper's number lies; None for IE itself, and for ties."""
-    if rival["ours"] is None or own["id"] == rival["id"]:
+def _side(found: Evidence, cell: str, rival: str, key: str) -> str | None:
+    """Whether ours lies on the side of IE where the paper's number lies, as a key of MARKS.
+
+    None for IE itself, for the single network (the mean of the same IE's members is above it nearly always),
+    for ties in the paper, and where one run alone could be chance.
+    """
+    mine, other = found.error(cell, key), found.error(rival, key)
+    if mine is None or other is None or found.standing(cell) == found.standing(rival):
         return None
-    printed = own["paper"][key] - rival["paper"][key]
-    return (
-        None if not printed else bool((own["ours"][key]["mean"] - rival["ours"][key]["mean"]) * printed > 0)
-    )
+    own, ie = (found.cells[id]["paper"][key] for id in (cell, rival))
+    if own == ie or min(mine["n"], other["n"]) < 2:
+        return None
+    examples = min(record.test_examples for id in (cell, rival) for record in found.standing(id))
+    if within_noise(mine, other, examples):
+        return "near"
+    return "same" if (mine["mean"] < other["mean"]) == (own < ie) else "other"
 
 
 def _count(own: Summary) -> Value:
@@ -141,7 +157,7 @@ def _signed(value: float) -> str:
 
 def headline_table(records: Records) -> Table:
     """ResNet-20 on CIFAR-10 and SVHN: what the paper's abstract is about."""
-    found = Evidence.of(records).cells
+    found = Evidence.of(records)
     columns = [Column("Method", numeric=False)]
     columns += [
         Column(word, f"{DATA[data]}, %") for data in ("cifar10", "svhn") for word in ("paper", "ours", "n")
@@ -150,11 +166,11 @@ def headline_table(records: Records) -> Table:
     for method in METHODS:
         row = [Value(METHODS[method])]
         for data in ("cifar10", "svhn"):
-            own = found[f"table3/{data}-resnet20-{method}"]
-            paper, ours, _ = _compared(own, found[f"table3/{data}-resnet20-ie"], "top1")
-            row += [paper, ours, _count(own)]
+            own, rival = (f"table3/{data}-resnet20-{name}" for name in (method, "ie"))
+            paper, ours, _ = _compared(found, own, rival, "top1")
+            row += [paper, ours, _count(found.cells[own])]
         rows.append(row)
-    return Table("headline", "Top-1 error of five ResNet-20", columns, rows, note=SAME_SIDE)
+    return Table("headline", "Top-1 error of five ResNet-20", columns, rows, note=LEGEND)
 
 
 def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = None) -> Table:
@@ -171,14 +187,20 @@ def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = 
         recipe = record.recipe
         row = [Value(name + ("" if record.complete else " (partial)"), link=record.name)]
         row += [Value(f"{number:.2f}", number) for number in numbers]
-        row += [Value(METHODS[method_of(recipe)]), Value(DATA.get(recipe["data"], str(recipe["data"])))]
-        row += [Value(str(record.seed), record.seed), Value(f"{record.seconds:,.0f}", record.seconds)]
+        row += [Value(METHODS[method_of(recipe)]), Value(data_name(recipe["data"]))]
+        row += [Value(str(record.seed), record.seed), Value(_seconds(record), record.seconds)]
         rows.append(row)
     note = (
         "Top-1: the ensemble's answer; for segmentation, the most confident member's. Oracle: the best "
-        "member's for each image. Member: the mean member's. ECE: expected calibration error."
+        "member's for each image. Member: the mean member's. ECE: expected calibration error. Seconds: of "
+        "the whole run; seeds that trained together took them together, not each."
     )
     return Table("summary", "Errors on the test set", columns, rows, note=note)
+
+
+def _seconds(record: Record) -> str:
+    seeds = len(record.together)
+    return f"{record.seconds:,.0f}" + (f" for {seeds} seeds" if seeds > 1 else "")
 
 
 def markdown(table: Table) -> str:
@@ -202,8 +224,7 @@ def escaped(text: str) -> str:
 
 
 def _marked(value: Value) -> str:
-    mark = {True: " ✓", False: " ✗", None: ""}[value.agrees]
-    return value.text + mark
+    return " ".join(filter(None, (value.text, MARKS.get(value.mark or ""), WORSE * value.worse)))
 
 
 def headline(records: Records) -> str:

@@ -1,0 +1,169 @@
+"""Sentences on runs: like is compared with like, CMCL with an independent ensemble first.
+
+Like runs have the same data, network, length and examples; only complete ones count. M members.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..experiments.records import Record
+from .noise import spread_of, within_noise
+from .story import modest
+from .words import LONG, METHODS, NETWORKS, data_name, method_of, spread
+
+FEW = 1000  # test images; with fewer, a reader should know what one of them weighs
+MOST = 3  # sentences on one data set; the table has the rest
+
+
+def of_runs(records: Sequence[Record]) -> list[str]:
+    """For each data set, what its runs tell."""
+    sentences: list[str] = []
+    for data in dict.fromkeys(record.recipe["data"] for record in records):
+        own = [record for record in records if record.recipe["data"] == data]
+        sentences += _of_data(data_name(data), own)
+    return sentences
+
+
+def _of_data(data: str, records: Sequence[Record]) -> list[str]:
+    complete = [record for record in records if record.complete]
+    partial = len(records) - len(complete)
+    if not complete:
+        return [f"On {data}, there are partial runs only, which are not compared."]
+    groups = _groups(complete)
+    found: list[str] = []
+    silent = ""
+    for group in groups[:MOST]:
+        name = data if len(groups) == 1 else f"{data} with {_network(group[-1])}"
+        found += _of_group(name, group)
+        silent = silent or modest(_of(group, "cmcl"), _of(group, "ie"), where=f"On {name}, ")  # once will do
+    found[-1] = f"{found[-1]} {_grain(complete[0])}".strip()
+    found.append(silent)
+    if len(groups) > MOST:
+        found.append(f"On {data}, {len(groups) - MOST} more kinds of runs are in the table only.")
+    if partial:
+        runs = "One partial run is" if partial == 1 else f"{partial} partial runs are"
+        found.append(f"On {data}: {runs} in the table only, and not compared.")
+    return list(filter(None, found))
+
+
+def _of(records: Sequence[Record], method: str) -> list[Record]:
+    return [record for record in records if method_of(record.recipe) == method]
+
+
+def _groups(records: Sequence[Record]) -> list[list[Record]]:
+    """Like runs together; a single network stands beside the ensembles of its kind."""
+    kinds: dict[str, list[Record]] = {}
+    for record in records:
+        kinds.setdefault(_kind(record), []).append(record)
+    groups = []
+    for kind in kinds.values():
+        alone = [record for record in kind if record.recipe["members"] == 1]
+        sizes = sorted({record.recipe["members"] for record in kind} - {1})
+        ensembles = [[record for record in kind if record.recipe["members"] == m] for m in sizes]
+        groups += [[*alone, *group] for group in ensembles or [[]]]
+    return groups
+
+
+def _kind(record: Record) -> str:
+    """What must be the same for two runs to be compared."""
+    keys = ("data", "network", "network_options", "preprocess", "examples", "validation")
+    recipe = [record.recipe.get(key) for key in keys]
+    return json.dumps([*recipe, record.steps, record.test_examples, record.checksums], sort_keys=True)
+
+
+def _network(record: Record) -> str:
+    network, m = str(record.recipe.get("network") or "own network"), record.recipe["members"]
+    steps = f"({record.steps:,} steps)"
+    return f"{m if m > 1 else 'a single'} {NETWORKS.get(network, network)} {steps}"
+
+
+def _of_group(name: str, records: Sequence[Record]) -> list[str]:
+    """CMCL beside IE, then the others."""
+    recipes: dict[str, list[Record]] = {}
+    order = ("cmcl", "ie", "single", "mcl")
+    for record in sorted(records, key=lambda r: order.index(method_of(r.recipe))):
+        recipes.setdefault(record.recipe_hash, []).append(record)
+    groups = list(recipes.values())
+    methods = [method_of(group[0].recipe) for group in groups]
+    if len(set(methods)) < len(methods):  # several of one method: none stands for it
+        listed = [f"{_called(group, methods)} errs on {_error(group)}" for group in groups]
+        return [f"On {name}, {_joined(listed)} of {_things(records[0])}."]
+    found = dict(zip(methods, groups, strict=True))
+    first, *rest = methods
+    text = f"On {name}, {LONG[first]} errs on {_error(found[first])} of {_things(records[0])}"
+    if methods[:2] == ["cmcl", "ie"]:
+        rest = methods[2:]
+        text += f", {LONG['ie']} on {_error(found['ie'])}: {_told(found['cmcl'], found['ie'])}"
+    if rest:
+        others = [f"{LONG[method]} errs on {_error(found[method])}{_near(method, found)}" for method in rest]
+        beside = f"{_joined(others)}{_oracle(found)}."
+        return [f"{text}.", beside[0].upper() + beside[1:]]
+    return [f"{text}."]
+
+
+def _called(group: Sequence[Record], methods: Sequence[str]) -> str:
+    method = method_of(group[0].recipe)
+    return LONG[method] if methods.count(method) == 1 else group[0].name
+
+
+def _error(records: Sequence[Record]) -> str:
+    found = spread_of(records)
+    return f"{spread(found)} %" + (f" (n = {found['n']})" if found["n"] > 1 else "")
+
+
+def _told(cmcl: Sequence[Record], ie: Sequence[Record]) -> str:
+    """What the difference is worth."""
+    mine, other, examples = spread_of(cmcl), spread_of(ie), cmcl[0].test_examples
+    one = "one run each" if mine["n"] == other["n"] == 1 else ""
+    if within_noise(mine, other, _independent(cmcl[0])):
+        noise = f"a difference within the noise of {examples:,} test {_noun(cmcl[0])}s"
+        return noise + (f" and {one}" if one else "")
+    share = 100 * (mine["mean"] - other["mean"]) / other["mean"] if other["mean"] else 0.0
+    amount = f"{abs(share):.1f} % " if share else ""
+    return f"{amount}{'fewer' if mine['mean'] < other['mean'] else 'more'} errors" + (one and f" ({one})")
+
+
+def _near(method: str, found: dict[str, list[Record]]) -> str:
+    if "cmcl" not in found:
+        return ""
+    mine, other = spread_of(found[method]), spread_of(found["cmcl"])
+    noise = within_noise(mine, other, _independent(found["cmcl"][0]))
+    return f" (within the noise of {METHODS['cmcl']}'s)" if noise else ""
+
+
+def _oracle(found: dict[str, list[Record]]) -> str:
+    """What MCL's oracle error is worth."""
+    means: dict[str, Any] = {method: spread_of(group)["mean"] for method, group in found.items()}
+    if "mcl" not in means or means["mcl"] <= 2 * min(means.values()):
+        return ""
+    oracle = spread(spread_of(found["mcl"], "oracle"))
+    return f", although MCL's best member for each {_noun(found['mcl'][0])} errs on {oracle} % only"
+
+
+def _things(record: Record) -> str:
+    return "the pixels" if _dense(record) else f"the test {_noun(record)}s"
+
+
+def _noun(record: Record) -> str:
+    """Own data need not be images."""
+    return "example" if record.recipe["data"] is None else "image"
+
+
+def _dense(record: Record) -> bool:
+    return "test" in record.entropy
+
+
+def _independent(record: Record) -> int | None:
+    """How many answers were measured that err each on its own; pixels do not."""
+    return None if _dense(record) else record.test_examples
+
+
+def _grain(record: Record) -> str:
+    count = record.test_examples
+    few = count < FEW and not _dense(record)
+    return f"One of the {count} test {_noun(record)}s is {100 / count:.2f} %." if few else ""
+
+
+def _joined(texts: Sequence[str]) -> str:
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)

@@ -1,0 +1,34 @@
+"""Whether two errors differ, or only seem to: seeds are few, and so are test examples."""
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+from ..experiments.records import Record
+
+TIMES = 2  # standard errors, or test images, that a difference must exceed
+
+
+def within_noise(mine: Mapping[str, Any], other: Mapping[str, Any], examples: int | None) -> bool:
+    """Whether a difference of two mean errors is within twice its standard error, or two test images.
+
+    Args:
+        mine: {"mean", "std", "n"}, in percent; std is None for one run.
+        other: the same.
+        examples: in the test set; they add the variance of a proportion, p (1 - p) / examples. None: not
+            known, as for pixels, which are alike within an image.
+    """
+    variance, one = 0.0, 100 / examples if examples else 0.0
+    for found in (mine, other):
+        share = found["mean"] / 100
+        variance += 100 * one * share * (1 - share) + (found["std"] or 0.0) ** 2 / found["n"]
+    # rounded: records hold six digits, and two images apart must count as two
+    difference = float(f"{abs(mine['mean'] - other['mean']):.6g}")
+    return difference <= float(f"{TIMES * max(sqrt(variance), one):.6g}")
+
+
+def spread_of(records: Sequence[Record], key: str = "top1") -> dict[str, Any]:
+    """Mean, deviation (None for one) and number of the errors in records."""
+    values = [record.errors["expected"][key] for record in records]
+    return {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None, "n": len(values)}
