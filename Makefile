@@ -14,7 +14,8 @@ test: $(READY)           ## the tests, fast enough to be run all the time
 test-slow: $(READY)      ## the tests that take longer
 	$(BIN)/python -m pytest -m slow
 
-test-browser: $(READY)   ## the report in a real browser; needs the system's chromium
+test-browser: $(READY)   ## the report in a real browser, the system's chromium (installed here on Debian, by root)
+	command -v chromium || apt-get install --yes chromium
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group browser
 	$(BIN)/python -m pytest tests/browser -m browser
 
