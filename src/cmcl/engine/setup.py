@@ -86,12 +86,11 @@ def compiler_settings() -> Iterator[None]:
     """What torch's compiler must know of us.
 
     Every recipe is a graph of its own, and one process may train many: torch would stop compiling at 8. The
-    backward pass is compiled with the forward pass, so that what fails there, too, can run uncompiled.
+    backward pass is compiled with the forward pass, so that what fails there, too, can run uncompiled; it may
+    not reuse what is saved for it, because adversarial training goes back twice.
     """
-    with (
-        torch._dynamo.config.patch(recompile_limit=256),
-        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-    ):
+    eager = torch._functorch.config.patch(force_non_lazy_backward_lowering=True, donated_buffer=False)
+    with torch._dynamo.config.patch(recompile_limit=256), eager:
         yield
 
 
