@@ -373,14 +373,14 @@ class TestCompiled:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", NETWORKS)
-    @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 0.5), (torch.float64, 1e-6)], ids=str)
+    @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 0.25), (torch.float64, 1e-6)], ids=str)
     def test_equals_the_eager_step(self, name, dtype, close):
         """After 20 steps on the same draws, without a fallback (warnings are errors).
 
         Compiled code draws its numbers in another way, so it is told to draw them as eager code does. Rounding
-        differs, and a deep network amplifies it: at these small sizes GoogLeNet-18 in float32 ends up to 31 % of
+        differs, and a deep network amplifies it: at these small sizes VGGNet-17 in float32 ends up to 12 % of
         the way that was trained apart (1e-13 in float64), while other draws of masks and labels make it 130 %.
-        So float32 is held to half of the way, which tells the draws apart, and float64 to a millionth.
+        So float32 is held to a quarter of the way, which tells the draws apart, and float64 to a millionth.
         """
         torch.compiler.reset()
         options, size = SMALL[name]
