@@ -272,6 +272,28 @@ def words(n=3):
     return tokens
 
 
+class SamePadding(nn.Conv2d):
+    """Pads by a size that it looks at in Python, which torch.fx cannot follow."""
+
+    def forward(self, x):
+        short = [max((-(-n // s) - 1) * s + 3 - n, 0) for n, s in zip(x.shape[-2:], self.stride, strict=True)]
+        return super().forward(F.pad(x, (0, short[1], 0, short[0])) if max(short) > 0 else x)
+
+
+class PaddedCNN(nn.Module):
+    """Of a converted EfficientNet: the network can be traced, its convolutions cannot."""
+
+    def __init__(self, classes=4):
+        super().__init__()
+        self.conv1, self.act1 = SamePadding(3, 6, 3, bias=False), nn.SiLU(inplace=True)
+        self.conv2, self.act2 = SamePadding(6, 8, 3, stride=2, bias=False), nn.SiLU(inplace=True)
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x):
+        x = self.act2(self.conv2(self.act1(self.conv1(x))))
+        return self.head(x.mean((2, 3)))
+
+
 KINDS = {
     "resnet": (ResNet, images, "layer1", "relu"),
     "efficientnet": (EfficientNet, images, "features.1", "features.2.block.0"),
@@ -281,5 +303,6 @@ KINDS = {
     "mlp": (mlp, vectors, "1", "1"),
     "1-d cnn": (conv1d, series, "2", "2"),
     "words": (Words, words, "blocks.0", "blocks.0"),
+    "padded cnn": (PaddedCNN, images, "act1", "act1"),
     "u-net": (UNet, images, "bottom", "down1"),
 }

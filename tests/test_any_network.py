@@ -258,42 +258,29 @@ class TestALossOfOnesOwn:
             self.weights_after(F.cross_entropy, 0.1)
 
 
-REAL = {  # name -> (place, side of the image)
-    "resnet18": ("layer1", 64),
-    "efficientnet_b0": ("features.2", 64),
-    "convnext_tiny": ("features.1", 64),
-    "vit_b_32": ("encoder.layers.encoder_layer_0", 224),
-}
+REAL = [  # library, name, place, side of the image
+    ("torchvision", "resnet18", "layer1", 64),
+    ("torchvision", "efficientnet_b0", "features.2", 64),
+    ("torchvision", "convnext_tiny", "features.1", 64),
+    ("torchvision", "vit_b_32", "encoder.layers.encoder_layer_0", 224),
+    ("timm", "resnet18", "layer1", 64),
+    ("timm", "efficientnet_b0", "blocks.0", 64),
+    ("timm", "tf_efficientnetv2_b0", "blocks.0", 64),
+    ("timm", "convnext_atto", "stages.0", 64),
+    ("timm", "vit_tiny_patch16_224", "blocks.0", 224),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
-def test_torchvision(name):
-    models = pytest.importorskip("torchvision.models")
-    place, side = REAL[name]
-    check_real(lambda: getattr(models, name)(num_classes=4), place, side)
-
-
-REAL_TIMM = {
-    "resnet18": ("layer1", 64),
-    "efficientnet_b0": ("blocks.0", 64),
-    "convnext_atto": ("stages.0", 64),
-    "vit_tiny_patch16_224": ("blocks.0", 224),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REAL_TIMM)
-def test_timm(name):
-    timm = pytest.importorskip("timm")
-    place, side = REAL_TIMM[name]
-    check_real(lambda: timm.create_model(name, num_classes=4), place, side)
-
-
-def check_real(build, place, side):
+@pytest.mark.parametrize(("library", "name", "place", "side"), REAL)
+def test_networks_of_libraries(library, name, place, side):
     """Cut where named, the members alone are themselves, and a suggestion is found."""
+    models = pytest.importorskip("torchvision.models" if library == "torchvision" else "timm")
+    create = models.get_model if library == "torchvision" else models.create_model
     x = torch.randn(2, 3, side, side)
-    ensemble = Ensemble(build, 2, share_after=place, share_at_test="off").eval()
+    ensemble = Ensemble(
+        partial(create, name, num_classes=4), 2, share_after=place, share_at_test="off"
+    ).eval()
     with torch.no_grad():
         alone = torch.stack([member(x) for member in ensemble.members])
         torch.testing.assert_close(ensemble(x), alone)

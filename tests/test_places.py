@@ -99,6 +99,80 @@ def test_what_cannot_be_traced():
         assert place.problem.startswith("torch.fx cannot trace it")
 
 
+class Routed(nn.Module):
+    """Sends its input one way or another."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.a(x) if x.sum() > 0 else x
+
+
+class Unpacks(nn.Module):
+    """Calls `join` in another way when `two` is kept whole, and so not known to return a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.two, self.join = Twice(), nn.Bilinear(5, 5, 5)
+
+    def forward(self, x):
+        h = self.two(x)
+        return self.join(*h) if isinstance(h, tuple) else self.join(h)
+
+
+class Twice(Routed):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+@pytest.mark.parametrize("part", [Routed, Unpacks])
+def test_inside_a_part_that_cannot_be_traced(part):
+    """Around it the network can be cut; inside, the reason names the part."""
+
+    def build():
+        return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), part(), nn.Linear(5, 3))
+
+    network, x, inside = build(), vectors(), "2.join" if part is Unpacks else "2.a"
+    network[0].weight.data *= network[:2](x).sum().sign()  # so that all parts run
+    places = by_name(find_places(network, x))
+    assert [name for name in places if places[name].problem is None] == ["0", "1", "2"]
+    assert places[inside].problem.startswith("torch.fx cannot trace '2', which holds it (")
+    with pytest.raises(ValueError, match=f"cannot be cut after '{inside}': torch.fx cannot trace it"):
+        Ensemble(build, 2, share_after=inside)
+    for name in ("0", "1", "2"):
+        ensemble = Ensemble(build, 2, share_after=name, share_at_test="off").eval()
+        for sign in (1, -1):  # both ways, not only the one that a trace would have taken
+            torch.testing.assert_close(ensemble(sign * x)[0], ensemble.members[0](sign * x))
+
+
+def test_one_of_two_branches():
+    """The input goes to the other branch as well: features are suggested where both have met."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+            self.act, self.pool, self.head = nn.ReLU(), nn.MaxPool2d(2), nn.LazyLinear(3)
+
+        def forward(self, x):
+            x = self.act(self.wide(x) + self.narrow(x))
+            return self.head(self.pool(x).flatten(1))
+
+    x = images()
+    network = Branches()
+    network(x)
+    places = by_name(find_places(network, x))
+    assert [places[name].crossed for name in ("wide", "narrow", "act")] == [True, True, False]
+    assert places["act"].suggested
+
+
+def test_a_function_that_builds_a_network():
+    with pytest.raises(TypeError, match=r"Got type. Call it first: find_places\(build\(\), x\)"):
+        find_places(Routed, vectors())
+
+
 class Stochastic(nn.Module):
     """Is traced in eval mode, and not in train mode."""
 

@@ -15,6 +15,8 @@ from .modes import keep_modes
 from .split import offers_halves, split
 from .tracing import CannotCutError, Cut, cut_nodes, every_cut, trace
 
+Cuts = dict[str, Cut | CannotCutError]
+
 _CONV = nn.modules.conv._ConvNd
 _POOL = tuple(getattr(pooling, name) for name in pooling.__all__ if "Unpool" not in name)
 _DROP = (nn.modules.dropout._DropoutNd, nn.Identity)
@@ -57,7 +59,8 @@ def find_places(network: nn.Module, x: Tensor) -> list[Place]:
         x: an input (B, ...).
     """
     if not isinstance(network, nn.Module):
-        raise TypeError(f"network must be a torch.nn.Module. Got {checks.kind(network)}.")
+        hint = " Call it first: find_places(build(), x)." if callable(network) else ""
+        raise TypeError(f"network must be a torch.nn.Module. Got {checks.kind(network)}.{hint}")
     calls = _run(network, checks.inputs(x))
     times = {call.name: sum(other.name == call.name for other in calls) for call in calls}
     with keep_modes(network):
@@ -97,15 +100,15 @@ def _run(network: nn.Module, x: Tensor) -> list[Call]:
     return calls
 
 
-def _cuts(network: nn.Module) -> dict[str, Cut]:
-    """Most cuts by one trace; those that it cannot find are traced one by one."""
+def _cuts(network: nn.Module) -> Cuts:
+    """Most cuts by one trace; those that it says nothing of are traced one by one."""
     try:
         return every_cut(network)
     except CannotCutError:
         return {}
 
 
-def _place(network: nn.Module, call: Call, times: int, modes: Sequence[tuple[bool, dict[str, Cut]]]) -> Place:
+def _place(network: nn.Module, call: Call, times: int, modes: Sequence[tuple[bool, Cuts]]) -> Place:
     shape = tuple(call.output.shape[1:]) if isinstance(call.output, Tensor) else None
     place = Place(call.name, type(call.module).__name__, shape)
     if times > 1:
@@ -114,25 +117,34 @@ def _place(network: nn.Module, call: Call, times: int, modes: Sequence[tuple[boo
         return place._replace(problem=f"its output is a {type(call.output).__name__}, not one tensor")
     if not call.output.is_floating_point():
         return place._replace(problem=f"its output is {call.output.dtype}, not floating-point")
-    name = call.name
     try:
-        found = [
-            cuts.get(name) or cut_nodes(network, trace(network.train(mode), [name]), name)
-            for mode, cuts in modes
-        ]
+        found = [_cut(network.train(mode), call.name, cuts) for mode, cuts in modes]
     except CannotCutError as error:
         return place._replace(problem=error.reason)
     return place._replace(crossed=any(map(_is_crossed, found)))
 
 
+def _cut(network: nn.Module, name: str, known: Cuts) -> Cut:
+    found = known.get(name) or cut_nodes(network, trace(network, [name]), name)
+    if isinstance(found, CannotCutError):
+        raise found
+    return found
+
+
 def _is_crossed(cut: Cut) -> bool:
-    """Do other features pass by? Sizes, and what is computed from the input alone (a mask), are none."""
+    """Do other features pass by? Sizes, and what is computed from the input alone (a mask), are none.
+
+    An input that goes to another submodule later is: the place lies on one of several branches.
+    """
+    later = set(cut.after)
+    inputs = [node for node in cut.carried if node.op == "placeholder"]
+    if any(user.op == "call_module" for node in inputs for user in later.intersection(node.users)):
+        return True
     features: set[fx.Node] = set()
     for node in cut.before:
         computed = node.op == "call_module" or not features.isdisjoint(node.all_input_nodes)
         if computed and not _is_size(node):
             features.add(node)
-    later = set(cut.after)
     read = [user for node in features.intersection(cut.carried) for user in node.users if user in later]
     return not all(map(_is_size, read))
 

@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -28,17 +28,24 @@ class CannotCutError(ValueError):
 
 
 class _Tracer(fx.Tracer):
-    """Keeps the named submodules whole, and looks inside whatever contains them."""
+    """Keeps the named submodules whole, and those of a kind that cannot be traced; looks into the others."""
 
     proxy_buffer_attributes = True  # what is computed from a buffer is computed each time, not frozen
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], whole: Mapping[type[nn.Module], Exception]) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.whole = names, whole
         self.ends: dict[str, tuple[fx.Node, fx.Node]] = {}  # of each call: its output, and the last node then
+        self.failed: nn.Module | None = None  # the innermost submodule in whose code tracing failed
 
-    def call_module(self, m: nn.Module, *call: Any) -> Any:
-        output = super().call_module(m, *call)
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(m, jit.ScriptModule):
+            inspect.signature(m.forward).bind(*args, **kwargs)  # a wrong call is a failure of the caller
+        try:
+            output = super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = m if self.failed is None else self.failed
+            raise
         if isinstance(output, fx.Proxy):
             self.ends[self.path_of_module(m)] = output.node, next(reversed(self.graph.nodes))
         return output
@@ -53,7 +60,7 @@ class _Tracer(fx.Tracer):
         if module_qualified_name in self.names:
             return True
         inside = any(name.startswith(f"{module_qualified_name}.") for name in self.names)
-        return not inside and super().is_leaf_module(m, module_qualified_name)
+        return not inside and (type(m) in self.whole or super().is_leaf_module(m, module_qualified_name))
 
 
 def _detached(value: Any) -> Any:
@@ -81,11 +88,16 @@ def cut_nodes(module: nn.Module, nodes: list[fx.Node], name: str, *, start: str 
     return _divide(module, name, nodes, calls[0] + 1, nodes[calls[0]])
 
 
-def every_cut(module: nn.Module) -> dict[str, Cut]:
-    """The cuts after all submodules, as far as one trace of the whole network finds them."""
+def every_cut(module: nn.Module) -> dict[str, Cut | CannotCutError]:
+    """The cuts after all submodules, or why there is none, as far as one trace of the whole network tells."""
     nodes, tracer = _trace(module, [])
     order = {node: i for i, node in enumerate(tracer.graph.nodes)}
-    cuts = {}
+    cuts: dict[str, Cut | CannotCutError] = {}
+    for outer, part in module.named_modules():
+        if error := tracer.whole.get(type(part)):
+            reason = f"torch.fx cannot trace {outer!r}, which holds it ({error})"
+            inner = [f"{outer}.{name}" for name, _ in part.named_modules() if name]
+            cuts |= {name: CannotCutError(module, name, reason) for name in inner}
     for name, (output, last) in tracer.ends.items():
         with suppress(CannotCutError):
             count = sum(order[node] <= order[last] for node in nodes)
@@ -147,13 +159,7 @@ def trace(module: nn.Module, names: Sequence[str]) -> list[fx.Node]:
 
 def _trace(module: nn.Module, names: Sequence[str]) -> tuple[list[fx.Node], _Tracer]:
     name = names[-1] if names else ""
-    defaults = _defaults(module, name)
-    tracer = _Tracer(names)
-    with _put_back(module) as changed, torch.enable_grad():
-        try:
-            graph = tracer.trace(module, concrete_args=defaults)
-        except Exception as error:  # whatever the network's own code raises on symbolic values
-            raise CannotCutError(module, name, f"torch.fx cannot trace it ({error})") from error
+    graph, tracer, changed = _graph(module, name, names)
     constants = {key for key in changed if key.startswith("_tensor_constant")}  # as fx calls them
     if assigned := sorted(set(changed) - constants):
         raise CannotCutError(
@@ -172,6 +178,22 @@ def _trace(module: nn.Module, names: Sequence[str]) -> tuple[list[fx.Node], _Tra
         if not fixed.isdisjoint(node.all_input_nodes):
             fixed.add(node)
     return [node for node in graph.nodes if node not in fixed], tracer
+
+
+def _graph(module: nn.Module, name: str, names: Sequence[str]) -> tuple[fx.Graph, _Tracer, list[str]]:
+    """The graph, and what forward assigned. Submodules that fx cannot look into stay whole, if it may be."""
+    defaults = _defaults(module, name)
+    whole: dict[type[nn.Module], Exception] = {}
+    while True:
+        tracer = _Tracer(names, whole)
+        try:
+            with _put_back(module) as changed, torch.enable_grad():
+                graph = tracer.trace(module, concrete_args=defaults)
+            return graph, tracer, changed
+        except Exception as error:  # whatever the network's own code raises on symbolic values
+            if tracer.failed is None or type(tracer.failed) in whole:
+                raise CannotCutError(module, name, f"torch.fx cannot trace it ({error})") from error
+            whole[type(tracer.failed)] = error
 
 
 @contextmanager
