@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PARALLEL := -n logical --dist worksteal  # a process per core; tests run on one thread each
 
 .PHONY: demo test test-slow test-browser lint documents constraints clean
 
@@ -9,10 +10,10 @@ demo: $(READY)           ## the main job on data that needs no download
 	$(BIN)/cmcl demo
 
 test: $(READY)           ## the tests, fast enough to be run all the time
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(READY)      ## the tests that take longer
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 test-browser: $(READY)   ## the report in a real browser, the system's chromium (installed here on Debian, by root)
 	command -v chromium || apt-get install --yes chromium
