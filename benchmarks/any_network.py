@@ -59,6 +59,8 @@ def check(build: Callable[[], nn.Module], size: int) -> str:
     if found is None:
         return f"{len(usable):4}/{len(places):<4} none suggested: {places[0].problem}"
     ensemble = cmcl.Ensemble(build, 2, share_after=found.name, share_at_test="off").eval()
+    for zeros in [p for p in ensemble.parameters() if not p.any()]:  # heads and last layers that start silent
+        nn.init.normal_(zeros, std=0.1)
     with torch.no_grad():
         alone = torch.stack([member(x) for member in ensemble.members])
         apart = (ensemble(x) - alone).abs().max() / alone.abs().max()

@@ -16,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
+from cmcl.report.documents import fill
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PICTURES = ROOT / "docs" / "pictures"
@@ -260,7 +262,7 @@ def whole(file: str) -> Callable[[], str]:
     return lambda: f"```text\n{(ROOT / 'results' / file).read_text().rstrip()}\n```"
 
 
-TABLES: dict[str, Callable[[], str]] = {  # <!-- make: NAME --> ... <!-- made -->
+TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end -->
     "zoo": zoo,
     "demo": demo,
     "rejecting": table_of("rejecting.txt", "| method | risk asked"),
@@ -269,16 +271,6 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make: NAME --> ... <!-- made --
     "tuning": whole("tuning-digits.txt"),
     "export": whole("export-check.txt"),
 }
-
-
-def filled(text: str) -> str:
-    """A page with its tables as they should be."""
-    return re.sub(
-        r"(<!-- make: (\w+) -->\n).*?(<!-- made -->)",
-        lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}",
-        text,
-        flags=re.DOTALL,
-    )
 
 
 def main() -> None:
@@ -292,8 +284,7 @@ def main() -> None:
             path.write_text(f"{svg}\n<!-- docs/make.py, {digest(name)} -->\n", encoding="utf-8")
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        if (new := filled(text)) != text:
-            page.write_text(new, encoding="utf-8")
+        page.write_text(fill(text, "make", TABLES, page.name), encoding="utf-8")
 
 
 if __name__ == "__main__":

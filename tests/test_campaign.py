@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import cmcl
 from cmcl.engine.checkpoint import Checkpoints
@@ -48,10 +47,6 @@ def tiny(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("CMCL_CACHE", str(cache))
     for name, recipe in TINIES.items():
         monkeypatch.setitem(RECIPES, name, recipe)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 from cmcl.experiments import CELLS, find, paper
 from cmcl.experiments.paper import Cell, search, select
@@ -28,10 +27,6 @@ def tiny(monkeypatch):
     """A paper with one cell."""
     monkeypatch.setitem(RECIPES, "tiny-ie", TINY)
     monkeypatch.setattr(paper, "CELLS", (CELL,))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 import cmcl as package
-from cmcl.cli.runs import SETS, data_of, find_ensembles
+from cmcl.cli.runs import SETS, data_of, find_ensembles, first_ensemble
 from cmcl.cli.train import change, changed_name
 from cmcl.experiments import find
 from cmcl.experiments.recipes import RECIPES, SHAPES
@@ -47,10 +46,6 @@ def tiny(monkeypatch):
             network_options={"filters": [2, 2]},
         ),
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -421,3 +416,14 @@ class TestReport:
         shutil.copytree(trained, tmp_path / "runs" / trained.name)
         assert cmcl("report", "--format", "md", "-o", "mine.md")[1] == "mine.md\n"
         assert (tmp_path / "mine.md").exists()
+
+
+def test_of_several_ensembles_the_first_is_taken_and_named(tmp_path, capsys):
+    for seed in (0, 1, 10):
+        place = tmp_path / "run" / f"seed{seed}" / "ensemble"
+        place.mkdir(parents=True)
+        (place / "config.json").write_text("{}")
+    assert first_ensemble(tmp_path / "run") == tmp_path / "run/seed0/ensemble"
+    assert "holds 3 ensembles. This is the first, run/seed0." in " ".join(capsys.readouterr().err.split())
+    assert first_ensemble(tmp_path / "run/seed1") == tmp_path / "run/seed1/ensemble"
+    assert not capsys.readouterr().err

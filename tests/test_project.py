@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "cmcl"
 # A module imports only from those before it.
 ORDER = [
     *("lazy", "files", "checks", "modes", "recipe"),
-    *("objectives", "sharing", "metrics", "networks", "data"),
+    *("objectives", "sharing", "metrics", "prediction", "networks", "data"),
     *("tracing", "split", "places", "members", "ensemble", "finetuning", "saving", "adversarial"),
     *("engine", "experiments", "report", "estimator", "rejecting", "export", "tuning", "demo", "cli"),
 ]

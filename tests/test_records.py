@@ -33,10 +33,6 @@ def folder(tmp_path_factory):
 def tiny(monkeypatch, folder):
     monkeypatch.setenv("CMCL_CACHE", str(folder / "cache"))
     monkeypatch.setitem(RECIPES, "tiny-ie", TINY)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

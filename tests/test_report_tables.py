@@ -267,6 +267,11 @@ def test_every_region_can_be_filled(name):
     assert documents.filled(region + region, []).count("<!-- cmcl:end -->") == 2
 
 
+def test_regions_of_another_word_stay():
+    text = "<!-- a:x -->\nold\n<!-- a:end -->\n<!-- b:x -->\nold\n<!-- b:end -->\n"
+    assert documents.fill(text, "a", {"x": lambda: "new"}) == text.replace("old", "new", 1)
+
+
 def test_mistakes_in_documents(tmp_path):
     with pytest.raises(ValueError, match="must be one of headline, .* Got 'table9'"):
         documents.filled("<!-- cmcl:table9 -->\n<!-- cmcl:end -->", [])

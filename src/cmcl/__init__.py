@@ -16,7 +16,7 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "OracleLoss": "objectives",
     "share_features": "sharing",
     "Ensemble": "ensemble",
-    "Prediction": "ensemble",
+    "Prediction": "prediction",
     "find_places": "places",
     "Place": "places",
     "from_pretrained": "finetuning",
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from .engine import evaluate as evaluate
     from .engine import fit as fit
     from .ensemble import Ensemble as Ensemble
-    from .ensemble import Prediction as Prediction
     from .estimator import CMCLClassifier as CMCLClassifier
     from .experiments.own import record as record
     from .finetuning import OneStem as OneStem
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from .objectives import oracle_loss as oracle_loss
     from .places import Place as Place
     from .places import find_places as find_places
+    from .prediction import Prediction as Prediction
     from .recipe import Recipe as Recipe
     from .saving import load as load
     from .sharing import share_features as share_features

@@ -183,8 +183,15 @@ def positive(name: str, value: int) -> None:
         raise ValueError(f"{name} must be 1 or more. Got {value}.")
 
 
-def choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """A word must be one of a few."""
+def at_least(minimum: int, **options: int) -> None:
+    """Options that are kept as JSON must be Python's own integers, of at least `minimum`."""
+    for name, value in options.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError(f"{name} must be a whole number of at least {minimum}. Got {value!r}.")
+
+
+def choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """A value must be one of a few."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}. Got {value!r}.")
 

@@ -6,7 +6,7 @@ M members, B batch, C classes. The member axis comes first, always: logits (M, B
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +14,10 @@ from torch import Tensor, nn
 from . import checks
 from .data.transform import Transform
 from .members import Network, Output, build_members, distinct, logits_of
-from .metrics import entropy
 from .modes import keep_modes
+from .prediction import Prediction, answer
 from .sharing import MODES, share_features
 from .split import split
-
-
-class Prediction(NamedTuple):
-    """What an ensemble answers, and how sure each member is."""
-
-    probs: Tensor  # (B, C, ...)           mean of the members' probabilities
-    member_probs: Tensor  # (M, B, C, ...)
-    entropy: Tensor  # (M, B)              of each member's answer, in nats; pixel mean if dense
-    chosen: Tensor  # (B,)                 the most confident member: lowest entropy
 
 
 class Ensemble(nn.Module):
@@ -93,9 +84,7 @@ class Ensemble(nn.Module):
             parts = (self.transformed(part.to(device)) for part in torch.split(x, int(batch_size)))
             logits = torch.cat([self(part).to(x.device) for part in parts], 1)
         checks.no_numbers(logits)
-        member_probs = logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32))
-        uncertainty = entropy(member_probs)
-        return Prediction(member_probs.mean(0), member_probs, uncertainty, uncertainty.argmin(0))
+        return answer(logits)
 
     def transformed(self, x: Tensor) -> Tensor:
         """Inputs as the networks see them: uint8 images go through `self.transform`, others stay."""

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from .engine import Options, fit
 from .engine.setup import find_device
-from .ensemble import Ensemble, Prediction
+from .ensemble import Ensemble
 from .networks.base import chain
 from .objectives import TaskLoss
+from .prediction import Prediction
 from .recipe import Recipe
 
 Array = npt.NDArray[Any]

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from . import checks
 from .data.steps import Chain
 from .data.transform import Transform
-from .ensemble import Ensemble, Prediction, in_turn
+from .ensemble import Ensemble, in_turn
 from .files import replacing
-from .metrics import entropy
+from .prediction import Prediction, answer
 
 FORMATS = ("onnx", "torch")
 OUTPUTS = Prediction._fields  # probs (B, C, ...), member_probs (M, B, C, ...), entropy (M, B), chosen (B,)
@@ -53,10 +53,7 @@ class Graph(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """The outputs by name: who reads the file may not have cmcl and its classes."""
         logits = self.ensemble(x if self.preprocess is None else self.preprocess(x.float()))
-        member_probs = logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32))
-        uncertainty = entropy(member_probs)
-        outputs = member_probs.mean(0), member_probs, uncertainty, uncertainty.argmin(0)
-        return dict(zip(OUTPUTS, outputs, strict=True))
+        return answer(logits)._asdict()
 
 
 @torch.no_grad()

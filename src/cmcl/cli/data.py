@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .shared import AsJson, Root, parse_pairs, print_json
+from .options import AsJson, Root
+from .shared import parse_pairs, print_json
 
 app = typer.Typer(help="Get data sets and look at them.", no_args_is_help=True)
 

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .shared import AsJson, Quiet, ending, number, print_json, print_table
+from .options import AsJson, Quiet, Seed
+from .shared import ending, number, print_json, print_table
 from .stopping import on_ctrl_c
 
 NOISE = "One seed on so few test images is noisy: {where} has means over {seeds} seeds."
@@ -25,7 +26,7 @@ def demo(
     segmentation: Annotated[
         bool, typer.Option("--segmentation", help="On drawn scenes, instead of handwritten digits.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of weights, data order, masks and labels.")] = 0,
+    seed: Seed = 0,
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:

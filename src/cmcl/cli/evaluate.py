@@ -4,28 +4,14 @@ M members, N images, C classes.
 """
 
 import sys
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
 from .runs import data_of, find_ensembles, label_of, open_ensemble
-from .shared import (
-    AsJson,
-    Data,
-    DataOption,
-    Device,
-    OwnNetwork,
-    OwnOutput,
-    Root,
-    check_device,
-    number,
-    parse_pairs,
-    print_json,
-    print_table,
-    users_shapes,
-)
+from .shared import check_device, number, parse_pairs, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +31,7 @@ COLUMNS = {  # what is measured -> its column
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a saved ensemble.")],
+    run: Run,
     root: Root = None,
     ood: Annotated[
         str | None, typer.Option(metavar="SET", help="A set of another kind, such as svhn.")

@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .runs import data_of, find_ensembles, label_of, open_ensemble
-from .shared import AsJson, OwnNetwork, OwnOutput, Root, check_writable, note, print_json
+from .options import AsJson, OwnNetwork, OwnOutput, Root, Run
+from .runs import data_of, first_ensemble, open_ensemble
+from .shared import check_writable, print_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a saved ensemble.")],
+    run: Run,
     out: Annotated[Path, typer.Option("-o", "--out", help="The file to write: model.onnx, model.pt2.")],
     format: Annotated[str, typer.Option(help="onnx, or torch for torch.export.")] = "onnx",
     root: Root = None,
@@ -33,9 +34,7 @@ def export(
     from ..export import export as write
 
     check_writable(out, "--out")
-    place, *others = find_ensembles(run)
-    if others:
-        note(f"{run} holds {len(others) + 1} ensembles. This is the first, {label_of(place)}.")
+    place = first_ensemble(run)
     inputs = _read(example) if example else _test_images(place, root, images)
     ensemble = open_ensemble(place, root=root, network=network, output=output)
     done = write(ensemble, out, inputs, format=format)

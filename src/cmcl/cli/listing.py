@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .shared import AsJson, number, print_json, print_table
+from .options import AsJson
+from .shared import number, print_json, print_table
 
 KINDS = ("recipes", "networks", "data")
 NETWORKS = {  # name -> what it is; plain text, so that listing the networks loads none of them

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .shared import AsJson, import_function, parse_pairs, print_json, print_table, users_shapes
+from .options import AsJson
+from .shared import import_function, parse_pairs, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -8,28 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .runs import SETS, data_of, find_ensembles, open_ensemble
-from .shared import (
-    AsJson,
-    Device,
-    OwnNetwork,
-    OwnOutput,
-    Root,
-    check_device,
-    note,
-    print_json,
-    print_table,
-    users_shapes,
-)
+from .options import AsJson, Device, OwnNetwork, OwnOutput, Root, Run
+from .runs import SETS, data_of, first_ensemble, open_ensemble
+from .shared import check_device, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..ensemble import Ensemble, Prediction
+    from ..ensemble import Ensemble
+    from ..prediction import Prediction
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a saved ensemble.")],
+    run: Run,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGES", help="Image files.")],
     root: Root = None,
     resize: Annotated[
@@ -47,9 +38,7 @@ def predict(
     for path in images:
         if not path.is_file():
             raise FileNotFoundError(f"{path} must be an image file. Got no such file.")
-    place, *others = find_ensembles(run)
-    if others:
-        note(f"{run} holds {len(others) + 1} ensembles; asking {place.parent.name}.")
+    place = first_ensemble(run)
     name = data_of(place)
     ensemble = open_ensemble(place, root=root, device=check_device(device), network=network, output=output)
     shape, classes = _expected(ensemble, name)

@@ -5,25 +5,13 @@ from typing import Annotated
 
 import typer
 
-from .runs import data_of, find_ensembles, open_ensemble
-from .shared import (
-    AsJson,
-    Data,
-    DataOption,
-    Device,
-    OwnNetwork,
-    OwnOutput,
-    Root,
-    check_device,
-    check_writable,
-    parse_pairs,
-    print_json,
-    users_shapes,
-)
+from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
+from .runs import data_of, first_ensemble, open_ensemble
+from .shared import check_device, check_writable, parse_pairs, print_json, users_shapes
 
 
 def reject(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a saved ensemble.")],
+    run: Run,
     risk: Annotated[float, typer.Option(help="Share of wrong answers to allow among those given.")] = 0.01,
     confidence: Annotated[float, typer.Option(help="Of the promise.")] = 0.95,
     score: Annotated[
@@ -53,7 +41,7 @@ def reject(
     from ..rejecting import ABSTAIN, calibrate, decide
 
     check_writable(out, "--out")
-    place = find_ensembles(run)[0]
+    place = first_ensemble(run)
     name = data or data_of(place)
     if name is None:
         raise ValueError(

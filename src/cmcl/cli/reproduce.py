@@ -6,23 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .shared import (
-    FAILED,
-    TIME_OVER,
-    AsJson,
-    Budget,
-    Device,
-    Precision,
-    Quiet,
-    Results,
-    Root,
-    Runs,
-    engine_options,
-    note,
-    number,
-    print_json,
-    print_table,
-)
+from .options import AsJson, Budget, Device, Precision, Quiet, Results, Root, Runs
+from .shared import FAILED, TIME_OVER, engine_options, note, number, print_json, print_table
 from .stopping import on_ctrl_c
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .shared import import_function
+from .shared import import_function, note
 
 if TYPE_CHECKING:
     from ..ensemble import Ensemble
@@ -42,6 +42,14 @@ def find_ensembles(run: Path) -> list[Path]:
     cure = nearest(run.name, beside) if not run.exists() and beside else ""
     message = f"{run} must be a run folder of `cmcl train` or a saved ensemble. Got neither. {cure}"
     raise FileNotFoundError(message.strip())
+
+
+def first_ensemble(run: Path) -> Path:
+    """The one ensemble of a run folder; of several the first, and the user is told."""
+    place, *others = find_ensembles(run)
+    if others:
+        note(f"{run} holds {len(others) + 1} ensembles. This is the first, {label_of(place)}.")
+    return place
 
 
 def open_ensemble(

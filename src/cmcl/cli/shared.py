@@ -1,4 +1,4 @@
-"""What several commands have: options, tables, JSON, and the way a run ends."""
+"""What several commands do: read values, check, print tables and JSON, end a run."""
 
 import importlib
 import json
@@ -7,38 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
     from ..engine import Options
-
-Root = Annotated[
-    Path | None, typer.Option(help="Folder that holds the sets. Default: $CMCL_DATA, then ~/.cache/cmcl.")
-]
-Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")]
-Precision = Annotated[str, typer.Option(help="auto, bf16 or float32.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
-Results = Annotated[Path, typer.Option(help="Folder whose records/ has the records.")]
-Runs = Annotated[Path, typer.Option(help="Folder of run folders.")]
-Data = Annotated[str | None, typer.Option("--data", metavar="SET", help="Instead of the run's own set.")]
-DataOption = Annotated[
-    list[str] | None,
-    typer.Option("--option", metavar="NAME=VALUE", help="Of --data, such as size=[32,32]."),
-]
-OwnNetwork = Annotated[
-    str | None,
-    typer.Option("--network", metavar="MODULE:FUNCTION", help="Builds a member, if it is your own network."),
-]
-OwnOutput = Annotated[
-    str | None,
-    typer.Option("--output", metavar="MODULE:FUNCTION", help="Picks the logits, if it was saved with one."),
-]
-Budget = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Such as 25m: then save, and leave with exit code 3.")
-]
 
 TIME_OVER = 3  # exit code: the same command goes on
 FAILED = 1

@@ -11,21 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
-from .shared import (
-    AsJson,
-    Budget,
-    Device,
-    Precision,
-    Quiet,
-    Root,
-    Runs,
-    ending,
-    engine_options,
-    number,
-    parse_pairs,
-    print_json,
-    print_table,
-)
+from .options import AsJson, Budget, Device, Precision, Quiet, Root, Runs, Seed
+from .shared import ending, engine_options, number, parse_pairs, print_json, print_table
 from .stopping import on_ctrl_c
 
 if TYPE_CHECKING:
@@ -37,7 +24,7 @@ def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `cmcl list`.")],
     root: Root = None,
     out: Runs = Path("runs"),
-    seed: Annotated[int, typer.Option(help="Of weights, data order, masks and labels.")] = 0,
+    seed: Seed = 0,
     seeds: Annotated[
         int | None, typer.Option(min=1, help="Train so many side by side: 5 is 0 to 4, from --seed on.")
     ] = None,

@@ -5,20 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .shared import (
-    AsJson,
-    Device,
-    Precision,
-    Quiet,
-    Root,
-    Runs,
-    ending,
-    engine_options,
-    note,
-    number,
-    print_json,
-    print_table,
-)
+from .options import AsJson, Device, Precision, Quiet, Root, Runs
+from .shared import ending, engine_options, note, number, print_json, print_table
 
 
 def tune(

@@ -103,6 +103,14 @@ def _flat(what: str, before: Spread, after: Spread, *, flat: bool = True) -> Par
     return Part(text, abs(gain) < FLAT if flat else gain >= FLAT, _change(before, after))
 
 
+def _mean(text: str, values: list[float], bound: float, *, below: bool, form: str) -> Part:
+    """The mean over the runs lies below the bound; or, with below=False, above it."""
+    if not values:
+        return Part(text)
+    mean = fmean(values)
+    return Part(text, mean < bound if below else mean > bound, form.format(mean))
+
+
 def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
     """By how many percent the mean error is lower."""
     return 100 * (before["mean"] - after["mean"]) / before["mean"] if before["mean"] else 0.0
@@ -187,11 +195,7 @@ def _figure1(found: Evidence, printed: list[float]) -> Iterator[Part]:
         bound = f"under {ALIKE:g}" if alike else f"over {SPECIAL:g}"
         text = f"{method}: {bound} points between best and worst member, mean over the classes"
         gaps = [specialisation(record) for record in found.in_figure(panel)]
-        if not gaps:
-            yield Part(text)
-        else:
-            gap = fmean(gaps)
-            yield Part(text, gap < ALIKE if alike else gap > SPECIAL, f"{gap:.1f} points")
+        yield _mean(text, gaps, ALIKE if alike else SPECIAL, below=alike, form="{:.1f} points")
 
 
 def _figure2(found: Evidence, printed: list[float]) -> Iterator[Part]:
@@ -211,11 +215,7 @@ def _figure2(found: Evidence, printed: list[float]) -> Iterator[Part]:
             for record in found.in_figure(panel)
             if (share := median_entropy(pooled(record, group))) is not None
         ]
-        if not medians:
-            yield Part(text)
-        else:
-            share = fmean(medians)
-            yield Part(text, share < SURE if sure else share > UNSURE, f"{share:.2f} of the largest")
+        yield _mean(text, medians, SURE if sure else UNSURE, below=sure, form="{:.2f} of the largest")
 
 
 def _figure4a(found: Evidence, printed: list[float]) -> Iterator[Part]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .. import checks
+
 
 class SplitNetwork(nn.Module):
     """A network cut where the members of an ensemble share features.
@@ -86,24 +88,9 @@ def initialise(network: SplitNetwork) -> SplitNetwork:
     return network
 
 
-def check_at_least(minimum: int, **options: int) -> None:
-    """Refuse options that are not whole numbers of at least `minimum`."""
-    for name, value in options.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise ValueError(f"{name} must be a whole number of at least {minimum}. Got {value!r}.")
-
-
-def check_one_of(allowed: tuple[int, ...], **options: int) -> None:
-    """Refuse options whose value is none of those allowed."""
-    for name, value in options.items():
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}. Got {value!r}.")
-
-
-def check_pair(**options: tuple[int, int] | list[int]) -> None:
-    """Refuse options that are not two whole numbers of at least 1, the number of filters of two layers."""
-    for name, value in options.items():
-        if not isinstance(value, tuple | list) or len(value) != 2:
-            raise ValueError(f"{name} must be two numbers, one per convolution. Got {value!r}.")
-        for number in value:
-            check_at_least(1, **{f"each of {name}": number})
+def check_filters(filters: tuple[int, int] | list[int]) -> None:
+    """Refuse what is not two whole numbers of at least 1, the number of filters of two layers."""
+    if not isinstance(filters, tuple | list) or len(filters) != 2:
+        raise ValueError(f"filters must be two numbers, one per convolution. Got {filters!r}.")
+    for number in filters:
+        checks.at_least(1, **{"each of filters": number})

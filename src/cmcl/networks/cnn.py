@@ -14,7 +14,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import SplitNetwork, chain, check_at_least, check_pair, conv, initialise
+from .. import checks
+from .base import SplitNetwork, chain, check_filters, conv, initialise
 
 
 class PlainDropout(nn.Module):
@@ -51,10 +52,10 @@ def cnn(
 
     Images (B, channels, size, size) to logits (B, classes). 7.39 million parameters by default.
     """
-    check_at_least(2, classes=classes)
-    check_at_least(1, channels=channels, size=size, kernel=kernel, hidden=1 if hidden is None else hidden)
-    check_at_least(0, padding=padding)
-    check_pair(filters=filters)
+    checks.at_least(2, classes=classes)
+    checks.at_least(1, channels=channels, size=size, kernel=kernel, hidden=1 if hidden is None else hidden)
+    checks.at_least(0, padding=padding)
+    check_filters(filters)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1. Got {dropout}.")
     first, second = filters

@@ -11,7 +11,8 @@ paper's filters in the paper's order, and the 2nd activation is the smallest, wh
 
 from torch import Tensor, nn
 
-from .base import SplitNetwork, batch_norm, check_at_least, check_pair, conv, initialise
+from .. import checks
+from .base import SplitNetwork, batch_norm, check_filters, conv, initialise
 
 
 class Down(nn.Module):
@@ -64,9 +65,9 @@ def fcn(
     Images (B, channels, H, W), sides of at least 4, to logits (B, classes, H, W). 1.06 million parameters
     by default.
     """
-    check_at_least(2, classes=classes)
-    check_at_least(1, channels=channels)
-    check_pair(filters=filters)
+    checks.at_least(2, classes=classes)
+    checks.at_least(1, channels=channels)
+    check_filters(filters)
     first, second = filters
     stem = Down(channels, (first, second), normalise)
     trunk = Up((first, second), classes, normalise)

@@ -6,7 +6,8 @@ A document has regions, `<!-- cmcl:headline -->` to `<!-- cmcl:end -->`; what st
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..experiments.claims import judge
@@ -24,8 +25,6 @@ REGIONS: dict[str, Callable[[Evidence], str]] = {
     "finding": story.of_the_paper,
     "coverage": lambda records: story.how_far(records, judge(records)),
 }
-# At the start of a line: an indented one is an example.
-OPEN, CLOSE = re.compile(r"^<!-- cmcl:(?!end\b)(\S+) -->$", re.MULTILINE), "<!-- cmcl:end -->"
 
 
 def refresh(path: str | Path, records: Records, check: bool = False) -> bool:
@@ -47,15 +46,22 @@ def refresh(path: str | Path, records: Records, check: bool = False) -> bool:
 def filled(text: str, records: Records, name: str = "the document") -> str:
     """The text with its regions written anew."""
     evidence = Evidence.of(records)
-    head, *regions = OPEN.split(text)  # text, then alternating: name, what follows
+    return fill(text, "cmcl", {region: partial(write, evidence) for region, write in REGIONS.items()}, name)
+
+
+def fill(text: str, word: str, regions: Mapping[str, Callable[[], str]], name: str = "the document") -> str:
+    """The text with what stands between `<!-- word:REGION -->` and `<!-- word:end -->` written anew."""
+    close = f"<!-- {word}:end -->"
+    # At the start of a line: an indented one is an example.
+    head, *found = re.split(rf"^<!-- {word}:(?!end\b)(\S+) -->$", text, flags=re.MULTILINE)
     parts = [head]
-    for region, follows in zip(regions[::2], regions[1::2], strict=True):
-        if region not in REGIONS:
-            raise ValueError(f"regions of {name} must be one of {', '.join(REGIONS)}. Got {region!r}.")
-        _, closed, rest = follows.partition(f"\n{CLOSE}")
+    for region, follows in zip(found[::2], found[1::2], strict=True):
+        if region not in regions:
+            raise ValueError(f"regions of {name} must be one of {', '.join(regions)}. Got {region!r}.")
+        _, closed, rest = follows.partition(f"\n{close}")
         if not closed:
-            raise ValueError(f"region {region} of {name} must end with {CLOSE}. Got no such line. Add it.")
-        parts.append(f"<!-- cmcl:{region} -->\n{REGIONS[region](evidence)}\n{CLOSE}{rest}")
+            raise ValueError(f"region {region} of {name} must end with {close}. Got no such line. Add it.")
+        parts.append(f"<!-- {word}:{region} -->\n{regions[region]()}\n{close}{rest}")
     return "".join(parts)
 
 

@@ -1,0 +1,131 @@
+"""Alike members as one network with grouped convolutions, against a stream for each: is it worth having?
+
+    python benchmarks/grouping.py --network resnet20 [--members 5 25] [--inductor combo_kernels=True]
+
+Both rows are the engine's own captured step of an independent ensemble; grouped, torch.vmap runs one member's
+code over the stacked weights of all, which turns its convolutions into grouped ones. An experiment: the
+engine itself has streams only.
+
+M members, B batch.
+"""
+
+import argparse
+import ast
+import copy
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from engine import BATCH, CMCL, fast_kernels
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from cmcl import Ensemble, Options, networks
+from cmcl.engine import train
+from cmcl.engine.lanes import Compiler
+from cmcl.engine.setup import settings
+from cmcl.engine.step import Captured, Step, captured
+from cmcl.experiments.environment import commit, device_name, versions
+
+
+class Grouped:
+    """Calls of alike members as one call, instead of `Lanes`."""
+
+    def __init__(self, ensemble: Ensemble, compiler: Compiler | None) -> None:
+        members = list(ensemble.members)
+        self.one = copy.deepcopy(members[0])  # its code, with weights from outside
+        self.parameters = [dict(member.named_parameters()) for member in members]
+        self.buffers = [dict(member.named_buffers()) for member in members]
+        self.whole = compiler(self._whole) if compiler else self._whole
+        self.streams: list[Any] = []  # a step that cannot be captured gives them up
+
+    def __call__(self, calls: list[partial[Any]]) -> list[Any]:
+        """The results of the members' calls; other calls run as they are."""
+        if len(calls) != len(self.parameters) or len(calls[0].args) < 3:  # stems that do nothing, sharing
+            return [call() for call in calls]
+        logits, buffers = self.whole(self.parameters, self.buffers, [call.args[1] for call in calls])
+        with torch.no_grad():
+            ours = [buffer for own in self.buffers for buffer in own.values()]
+            torch._foreach_copy_(ours, [all_of_it[m] for m in range(len(calls)) for all_of_it in buffers])
+        return list(logits)
+
+    def _whole(
+        self, parameters: list[dict[str, Tensor]], buffers: list[dict[str, Tensor]], inputs: list[Tensor]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Logits of M members, and their buffers (M, ...) after it."""
+        weights = {name: torch.stack([own[name] for own in parameters]) for name in parameters[0]}
+        statistics = {name: torch.stack([own[name] for own in buffers]) for name in buffers[0]}
+        run = torch.vmap(partial(functional_call, self.one), randomness="different")
+        logits = run((weights, statistics), torch.stack(inputs))
+        return logits.unbind(0), [value.detach() for value in statistics.values()]
+
+
+def measure(asked: argparse.Namespace, members: int, *, grouped: bool) -> float:
+    """Milliseconds a step."""
+    torch.manual_seed(0)
+    batch = asked.batch or BATCH[asked.network]
+    recipe = replace(
+        CMCL, members=members, method="ie", overlap=1, sharing=False, steps=10_000, batch_size=batch
+    )
+    ensemble = Ensemble(networks.NETWORKS[asked.network], members)
+    images, targets = torch.randn(50 * batch, 3, 32, 32), torch.randint(10, (50 * batch,))
+    options = Options(device=asked.device, quiet=True)
+
+    def capture(step: Step) -> Step | Captured:
+        if grouped:
+            step.members = [Grouped(ensemble, Compiler())]  # type: ignore[list-item]
+        return captured(step)
+
+    chosen = dict(pair.split("=") for pair in asked.inductor)
+    inductor = {name: ast.literal_eval(value) for name, value in chosen.items()}
+    compiling = torch._inductor.config.patch(**inductor) if inductor else nullcontext()
+    with fast_kernels(), settings(options, [0]), compiling:
+        run = train.Run([ensemble], (images, targets), None, recipe, [0], options)
+        ensemble.train()
+        train.captured = capture
+        try:
+            step = run._make_step(0)
+        finally:
+            train.captured = captured
+        if grouped and isinstance(step, Step):  # not captured: a CPU
+            step.members = [Grouped(ensemble, None)]  # type: ignore[list-item]
+        return 1000 * seconds(run, step, asked.steps)
+
+
+def seconds(run: train.Run, step: nn.Module | Any, steps: int) -> float:
+    """For one step, the mean of many after as many to warm up."""
+    for _ in range(2):
+        begun = time.perf_counter()
+        for number in range(steps):
+            if number % 40 == 0:
+                run.source.begin(0, 0)
+            step()
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        took = time.perf_counter() - begun
+    return took / steps
+
+
+def main() -> None:
+    """Print a row for each number of members."""
+    parser = argparse.ArgumentParser(description="Grouped members against a stream for each.")
+    parser.add_argument("--network", choices=BATCH, default="resnet20")
+    parser.add_argument("--members", type=int, nargs="+", default=[5, 25])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--inductor", nargs="*", default=[], help="settings of torch's compiler, NAME=VALUE")
+    asked = parser.parse_args()
+    print(f"$ python benchmarks/grouping.py --network {asked.network}", *asked.inductor)
+    print(f"{device_name(torch.device(asked.device))}, torch {versions()['torch']}, commit {commit()}")
+    print("members  streams ms/step  grouped ms/step  grouped/streams")
+    for members in asked.members:
+        streams, grouped = (measure(asked, members, grouped=way) for way in (False, True))
+        print(f"{members:7}  {streams:15.3f}  {grouped:15.3f}  {grouped / streams:15.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
