@@ -39,6 +39,15 @@ def test_the_first_lines_of_help_are_whole(cmcl):
     assert all(f"| `cmcl {command}" in documented for command in COMMANDS)
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["list", "--json"], ["train", "digits-cmlc"]])
+def test_python_m_cmcl_is_the_command(cmcl, arguments):
+    """For those whose PATH does not have it."""
+    command = [sys.executable, "-m", "cmcl", *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert (result.returncode, result.stdout, result.stderr) == cmcl(*arguments)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -239,7 +239,7 @@ class TestChange:
             ({"drops": [[1]]}, r"drops must be pairs of numbers, such as \[\[0.5, 0.1\]\]. Got \[\[1\]\]."),
             ({"beta": float("nan")}, "beta must be a finite number. Got nan."),
             ({"network_options": []}, r"network_options must be a JSON object. Got \[\]."),
-            ({"sharing": 1}, "sharing must be true or false. Got 1."),
+            ({"sharing": 1}, "sharing must be true or false or null. Got 1."),
             ({"overlap": 2.5}, "overlap must be a whole number. Got 2.5."),
         ],
     )

@@ -14,7 +14,7 @@ from sklearn.utils.estimator_checks import check_estimator
 from torch import nn
 
 import cmcl
-from cmcl import CMCLClassifier
+from cmcl import CMCLClassifier, estimator
 
 NEEDS_MORE = {"check_array_api_input", "check_classifier_data_not_an_array"}  # SciPy's switch, pandas
 
@@ -185,6 +185,42 @@ def test_warm_start_goes_on(iris):
         twice.fit(X[:100], y[:100])
 
 
+CHANGED = {  # parameter: (value that warm_start cannot follow, other parameters)
+    "hidden": (8, {}),
+    "members": (2, {}),
+    "share_after": (None, {"share_after": "relu"}),
+    "network": (lambda: nn.Linear(4, 3), {}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_warm_start_keeps_what_was_built(iris, name):
+    """A changed parameter that would be ignored is refused by its own name, with the way out."""
+    value, others = CHANGED[name]
+    model = small(warm_start=True, epochs=1, **others).fit(*iris)
+    before, weights = getattr(model, name), model.predict_proba(iris[0])
+    model.set_params(**{name: value})
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (the whole text is compared)
+        model.fit(*iris)
+    assert str(error.value) == (
+        f"{name} must be as in the fit that warm_start=True goes on from, {before!r}. Got {value!r}. "
+        "To begin anew, fit a clone, or set warm_start=False."
+    )
+    np.testing.assert_array_equal(model.predict_proba(iris[0]), weights)
+    clone(model).fit(*iris)
+    model.set_params(warm_start=False).fit(*iris)
+    model.set_params(warm_start=True).fit(*iris)
+
+
+def test_warm_start_follows_what_it_can(iris):
+    model = small(network=own_network, warm_start=True, epochs=1).fit(*iris)
+    ensemble = model.ensemble_
+    again = pickle.loads(pickle.dumps(model)).fit(*iris)  # noqa: S301
+    assert len(again.ensemble_.members) == 3
+    model.set_params(hidden=8, overlap=1, beta=0.5, lr=0.01).fit(*iris)  # one's own network has no such width
+    assert model.ensemble_ is ensemble
+
+
 def cross_entropy(model, X, y):
     return -np.log(model.predict_proba(X)[np.arange(len(y)), y]).mean()
 
@@ -279,13 +315,39 @@ def test_a_network_of_ones_own(iris):
     assert pickle.loads(pickle.dumps(model)).network is own_network  # noqa: S301
 
 
+def noisy_network():
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_counting_a_networks_outputs_leaves_no_trace(digits, raw, monkeypatch):
+    """With statistics and dropout the same weights come out as without."""
+    X, y = digits
+    X = (X * 15).astype(np.uint8) if raw else X
+    looked = small(network=noisy_network, epochs=1).fit(X, y)
+    monkeypatch.setattr(estimator, "_check_outputs", lambda *_: None)
+    blind = small(network=noisy_network, epochs=1).fit(X, y)
+    for key, value in blind.ensemble_.state_dict().items():
+        assert value.equal(looked.ensemble_.state_dict()[key]), key
+
+
 WRONG = {
     "one class": (dict(), np.zeros(150), "y must hold at least 2 classes. Got 1 class, "),
     "one class, named": (dict(), np.full(150, "se"), "Got 1 class, 'se'."),
     "overlap": (dict(overlap=7), None, "overlap must be between 1 and 3. Got 7"),
     "method": (dict(method="bagging"), None, "method must be one of"),
     "numbers for classes": (dict(), np.linspace(0, 1, 150), "Unknown label type: continuous"),
-    "too few outputs": (dict(network=lambda: nn.Linear(4, 2)), None, "targets must be between 0 and 1"),
+    "too few outputs": (
+        dict(network=lambda: nn.Linear(4, 2)),
+        None,
+        "network must have an output for each of the 3 classes. Got 2 outputs. Build its last layer with 3.",
+    ),
+    "too many outputs": (dict(network=lambda: nn.Linear(4, 5)), None, "the 3 classes. Got 5 outputs."),
+    "pixels": (
+        dict(network=lambda: nn.Sequential(nn.Linear(4, 12), nn.Unflatten(1, (3, 2, 2)))),
+        None,
+        "the 3 classes. Got 3 x 2 x 2 outputs.",
+    ),
 }
 
 
@@ -300,4 +362,6 @@ def test_progress(iris, capsys):
     small(epochs=2).fit(*iris)
     assert capsys.readouterr().err == ""
     small(epochs=2, verbose=True).fit(*iris)
-    assert "epoch 2/2" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "epoch 2/2" in told
+    assert "seed" not in told, "the user gave random_state, of which the seed is drawn"

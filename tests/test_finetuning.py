@@ -102,7 +102,7 @@ WRONG = {
     "sharing before the stem's end": (
         dict(head="fc", stem="layer1", share_after="bn1"),
         ValueError,
-        "it is called 0 times after 'layer1'",
+        "it is not called after 'layer1', and must be later",
     ),
     "no weights in between": (
         dict(head="fc", stem="bn1", share_after="maxpool"),

@@ -1,5 +1,7 @@
 """A run of one's own leaves what a named recipe leaves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,15 @@ def test_what_it_leaves(trained):
     assert (folder / "gallery" / "gallery.json").exists()
     again = cmcl.load(folder / "ensemble", network=network)
     assert again.predict(test.images).probs.equal(ensemble.predict(test.images).probs)
+
+
+def test_it_says_whether_features_were_shared(trained):
+    """Also where the recipe left that to the ensemble."""
+    folder, ensemble, test, recipe, result = trained
+    left_open = replace(recipe, sharing=None)
+    made = cmcl.record(folder, ensemble, test, recipe=left_open, result=result)
+    assert made.recipe == recipe.to_json()
+    assert made.recipe_hash == recipe.hash != left_open.hash
 
 
 def test_a_pair_of_tensors_and_data_never_seen(trained):

@@ -146,6 +146,7 @@ class TestHash:
         ("recipe", "changes"),
         [
             (BASE, dict(share_prob=0.3)),  # nothing is shared
+            (BASE, dict(sharing=False)),  # as records say that were made when it was the default
             (BASE, dict(samples=3)),  # labels are exact
             (BASE, dict(beta=0.75, overlap=1)),  # the defaults, said aloud
             (replace(BASE, method="ie"), dict(beta=0.1, overlap=3, labels="sampled", warm_start=2)),
@@ -250,6 +251,16 @@ class TestJson:
         values = BASE.to_json()
         del values["clip"]
         assert Recipe.from_json(values) == BASE
+
+
+def test_a_network_by_name_shares_only_if_told():
+    """And whoever brings an ensemble has said it there."""
+    assert BASE.sharing is None
+    assert [replace(BASE, network="cnn", sharing=said).sharing for said in (None, False, True)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_frozen():

@@ -254,7 +254,7 @@ FROZEN = {
     "needs another argument": (TwoInputs, "its forward needs 'mask' besides the input"),
     "no named input": (OnlyArgs, "its forward must name its input"),
     "a container for a default": (ListDefault, "its forward needs 'sizes' besides the input"),
-    "noise that tracing would freeze": (MakesNoise, "makes a tensor in forward, which tracing would freeze"),
+    "noise that tracing would freeze": (MakesNoise, "it draws random numbers in Python, which a trace would"),
 }
 
 

@@ -30,6 +30,8 @@ from cmcl.engine import Diverged, Interrupted
 from cmcl.engine import step as engine_step
 from cmcl.engine import train as engine_train
 from cmcl.engine.checkpoint import Checkpoints, DiskFullError, FolderInUseError, locked
+from cmcl.engine.setup import fitting
+from cmcl.finetuning import OneStem
 
 ROOT = Path(__file__).parents[1]
 N, B, M, CLASSES = 40, 8, 3, 4  # 5 steps an epoch
@@ -238,7 +240,7 @@ class TestDeadMembers:
         dead, (told,) = self.run()
         assert dead == [None, None, [1], None, None, None]
         assert told.startswith(
-            "seed 9: Member 1 won under a tenth of the fair share (50% of the examples) for 3 epochs"
+            "Member 1 won under a tenth of the fair share (50% of the examples) for 3 epochs"
         )
         assert "Try a larger overlap" in told
 
@@ -304,6 +306,60 @@ class TestRecipes:
             ValueError, match=r"recipe.sharing must be False: the ensemble has no share_after."
         ):
             fit(apart, data(), recipe=RECIPE, options=QUIET)
+
+
+class TestSharing:
+    """What a recipe says of it is true; one that says nothing takes the ensemble as it was built."""
+
+    OPEN = replace(RECIPE, sharing=None, epochs=1)
+
+    def one_stem(self):
+        torch.manual_seed(0)
+        linear = [(25, 8), (8, 8), (8, CLASSES)]
+        networks = [nn.Sequential(nn.Flatten(), *(nn.Linear(*size) for size in linear)) for _ in range(M)]
+        return OneStem(networks, stem="1", share_after="2")
+
+    def test_left_open(self, tmp_path):
+        """Trains, and keeps, what the same recipe does that says it."""
+        open_one, said = small(), small()
+        fit(open_one, data(), recipe=self.OPEN, out=tmp_path, options=QUIET)
+        fit(said, data(), recipe=replace(self.OPEN, sharing=True), options=QUIET)
+        assert identical(weights(open_one), weights(said))
+        kept = Checkpoints(tmp_path / "checkpoints").latest().state["recipe"]
+        assert kept == replace(self.OPEN, sharing=True).to_json()
+
+    def test_left_open_and_not_shared(self, tmp_path):
+        fit(Ensemble(Small, M), data(), recipe=self.OPEN, out=tmp_path, options=QUIET)
+        kept = Checkpoints(tmp_path / "checkpoints").latest().state["recipe"]
+        assert kept == replace(self.OPEN, sharing=False).to_json()
+
+    def test_the_probability_of_ones_own_ensemble(self):
+        own = Ensemble(Small, M, share_after="stem", share_prob=0.4)
+        assert fitting(self.OPEN, own) == replace(self.OPEN, sharing=True, share_prob=0.4)
+        assert fitting(replace(self.OPEN, share_prob=0.4), own).share_prob == 0.4
+        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.4, as in the ensemble. Got 0.2."):
+            fitting(replace(self.OPEN, share_prob=0.2), own)
+
+    def test_an_ablation_that_would_change_nothing_is_refused(self):
+        off = replace(RECIPE, sharing=False)
+        with pytest.raises(ValueError) as error:  # noqa: PT011  (the whole text is compared)
+            fit(small(), data(), recipe=off, options=QUIET)
+        assert str(error.value) == (
+            "recipe.sharing must be True: the ensemble shares features after 'stem'. Got False. To train "
+            "without sharing, build it without share_after."
+        )
+        with pytest.raises(ValueError, match="shares features after '2'. Got False"):
+            fit(self.one_stem(), data(), recipe=off, options=QUIET)
+        fit(self.one_stem(), data(), recipe=self.OPEN, options=QUIET)
+        fit(Ensemble(Small, M), data(), recipe=replace(off, epochs=1), options=QUIET)
+
+    def test_repeats_of_different_kinds(self):
+        with pytest.raises(ValueError, match="recipe.sharing must be"):
+            fit([small(), Ensemble(Small, M)], data(), recipe=self.OPEN, seed=[0, 1], options=QUIET)
+
+    def test_adversarial_training_with_an_ensemble_that_shares(self):
+        with pytest.raises(ValueError, match="adversarial training must go without sharing"):
+            fit(small(), data(), recipe=replace(self.OPEN, adversarial=0.1), options=QUIET)
 
 
 class TestEvaluation:
@@ -767,9 +823,14 @@ class TestProgress:
         go(None, options=Options())
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 4
-        assert re.match(
-            r"epoch 4/4 (seed 2, )?loss \d\.\d+, top-1 [\d.]+ %, oracle [\d.]+ %, lr 0\.05", lines[-1]
-        )
+        assert re.match(r"epoch 4/4 loss \d\.\d+, top-1 [\d.]+ %, oracle [\d.]+ %, lr 0\.05", lines[-1])
+
+    def test_the_seed_is_named_where_it_tells_runs_apart(self, tmp_path, capsys):
+        recipe = replace(RECIPE, epochs=1)
+        fit([small(), small(1)], data(), recipe=recipe, seed=[3, 4])
+        assert re.findall(r"epoch 1/1 seed (\d), loss", capsys.readouterr().err) == ["3", "4"]
+        fit(small(), data(), recipe=recipe, seed=5, out=tmp_path)
+        assert "epoch 1/1 seed 5, loss" in capsys.readouterr().err
 
     def test_quiet(self, capsys):
         go(None)

@@ -127,6 +127,20 @@ def test_the_command(tiny, tmp_path, cmcl):
     assert json.loads(out) == json.loads((tmp_path / "tuning-tiny.json").read_text())
 
 
+def test_an_overlap_that_cannot_be_is_not_dropped(tmp_path, cmcl):
+    code, out, err = cmcl("tune", "digits-cmcl", "--overlaps", "1,9", "--out", tmp_path)
+    assert (code, out) == (2, "")
+    assert err == "cmcl: overlaps must be between 1 and 5 (the number of members). Got [1, 9].\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_of_the_papers_overlaps_those_that_can_be(monkeypatch):
+    few = replace(recipes.RECIPES["digits-cmcl"], members=3)
+    monkeypatch.setitem(recipes.RECIPES, "few", few)
+    assert recipes.OVERLAPS == (2, 3, 4)
+    assert {recipe.overlap for recipe in recipes.grid("few").values()} == {2, 3}
+
+
 def test_numbers_on_the_command_line(cmcl):
     code, _, err = cmcl("tune", "digits-cmcl", "--betas", "0.5;1")
     assert (code, err) == (2, "cmcl: --betas must be numbers with commas, such as 0.5,0.75. Got '0.5;1'.\n")
@@ -189,7 +203,10 @@ def test_plot(tmp_path):
         ({"name": "digits-ie"}, r"must be a CMCL one.* Got 'digits-ie' \(ie\)"),
         ({"name": "digit-cmcl"}, "Did you mean 'digits-cmcl'"),
         ({"validation": 0}, "validation must be above 0 and below 1, to choose by. Got 0."),
-        ({"overlaps": [6]}, r"overlaps must hold a K up to 5 \(the members\). Got \[6\]."),
+        ({"overlaps": [6]}, r"overlaps must be between 1 and 5 \(the number of members\). Got \[6\]."),
+        ({"overlaps": [1, 9]}, r"overlaps must be between 1 and 5 .* Got \[1, 9\]."),
+        ({"overlaps": [0, 1]}, r"overlaps must be between 1 and 5 .* Got \[0, 1\]."),
+        ({"overlaps": []}, r"overlaps must be between 1 and 5 .* Got \[\]."),
         ({"eta": 1}, "eta must be 2 or more. Got 1."),
     ],
 )

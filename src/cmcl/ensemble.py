@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .data.transform import Transform
+from .fidelity import can_check, check_cut
 from .members import Network, Output, build_members, distinct, logits_of
 from .modes import keep_modes
 from .prediction import Prediction, answer
@@ -64,6 +65,7 @@ class Ensemble(nn.Module):
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...). `masks` and `generator` go to `share_features`."""
         checks.same_device("x", checks.inputs(x), next(self.parameters(), x))
+        self._check_cut(x)  # once in each mode: what was traced must be the network
         pairs = list(zip(self.members, self._halves, strict=True))
         parts = self.run([partial(halves.stem, member, x) for member, halves in pairs])
         mode = "off" if self.share_after is None else "sampled" if self.training else self.share_at_test
@@ -104,6 +106,15 @@ class Ensemble(nn.Module):
 
     def _cut(self) -> None:
         self._halves = [split(member, self.share_after) for member in self.members]
+        self._checked: set[bool] = set()  # modes, train and eval
+
+    def _check_cut(self, x: Tensor) -> None:
+        if can_check(x) and self._halves[0].traced and self.training not in self._checked:
+            self._checked.add(self.training)
+            check_cut(self.members[0], self._in_pieces, x, str(self.share_after))
+
+    def _in_pieces(self, member: nn.Module, x: Tensor) -> Any:
+        return self._halves[0].trunk(member, *self._halves[0].stem(member, x))
 
     def __getstate__(self) -> dict[str, Any]:  # the halves are made of code, which does not pickle
         return {key: value for key, value in self.__dict__.items() if key != "_halves"}

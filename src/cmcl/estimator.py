@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .engine import Options, fit
 from .engine.setup import find_device
 from .ensemble import Ensemble
+from .modes import keep_modes
 from .networks.base import chain
 from .objectives import TaskLoss
 from .prediction import Prediction
@@ -112,10 +113,12 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         if goes_on:
             self._check_kind(X)
             self._check_classes(classes)
+            self._check_built()
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         if not goes_on:
             self.classes_, self.shape_, self.raw_ = classes, X.shape[1:], _is_raw(X)
-            self.ensemble_ = self._build(seed).to(_precision(X, self.device))
+            self.ensemble_ = self._build(seed, X)
+            self._built = self._plan()
         result = fit(
             self.ensemble_,
             (self._tensor(X), torch.tensor(targets)),
@@ -149,11 +152,19 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         settings = {name: getattr(self, name) for name in (*names, "weight_decay")}
         return Recipe(**settings, sharing=self.share_after is not None)
 
-    def _build(self, seed: int) -> Ensemble:
+    def _plan(self) -> dict[str, Any]:
+        """What the ensemble is built by; a network of the user's own has its own width."""
+        names = ("network", "members", "share_after", *(() if self.network else ("hidden",)))
+        return {name: getattr(self, name) for name in names}
+
+    def _build(self, seed: int, X: Array) -> Ensemble:
         network = self.network or partial(_network, self.shape_, len(self.classes_), self.hidden)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return Ensemble(network, self.members, share_after=self.share_after)
+            ensemble = Ensemble(network, self.members, share_after=self.share_after)
+            dtype = _precision(X, self.device)
+            _check_outputs(ensemble.to(dtype), torch.tensor(X[:2], dtype=dtype), len(self.classes_))
+        return ensemble
 
     def _task(self, y: Array) -> TaskLoss | None:
         if self.class_weight is None:
@@ -185,6 +196,14 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
                 f"Got {classes.tolist()}."
             )
 
+    def _check_built(self) -> None:
+        for name, now in self._plan().items():
+            if name in self._built and now != self._built[name]:
+                raise ValueError(
+                    f"{name} must be as in the fit that warm_start=True goes on from, {self._built[name]!r}. "
+                    f"Got {now!r}. To begin anew, fit a clone, or set warm_start=False."
+                )
+
     def _check_kind(self, X: Array) -> None:
         if X.shape[1:] != self.shape_:
             raise ValueError(f"X must have shape (N, {', '.join(map(str, self.shape_))}). Got {X.shape}.")
@@ -204,6 +223,18 @@ def _precision(X: Array, device: str) -> torch.dtype:
     """Double for double: then a prediction does not depend on the others in its batch to the last digit."""
     on_cpu = find_device(device).type == "cpu"
     return torch.float64 if on_cpu and X.dtype == np.float64 else torch.float32
+
+
+def _check_outputs(ensemble: Ensemble, x: Tensor, classes: int) -> None:
+    """Two examples through the members: a wrong number of outputs would be noticed late, or never."""
+    with torch.no_grad(), keep_modes(ensemble):
+        logits: Tensor = ensemble.eval()(x.to(next(ensemble.parameters(), x).device))  # (M, 2, outputs)
+    if logits.shape[2:] != (classes,):
+        got = " x ".join(map(str, logits.shape[2:]))
+        raise ValueError(
+            f"network must have an output for each of the {classes} classes. Got {got} outputs. Build its "
+            f"last layer with {classes}."
+        )
 
 
 def _network(shape: tuple[int, ...], classes: int, hidden: int) -> nn.Module:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
+from .cuts import is_in, parts_before, parts_between
 from .ensemble import Ensemble
 from .members import Network, Output, build_members
 from .modes import keep_modes
 from .split import cut, split
-from .tracing import CannotCutError, parts_before, parts_between
+from .tracing import CannotCutError
 
 
 def from_pretrained(
@@ -100,6 +101,7 @@ class OneStem(Ensemble):
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...), as `Ensemble.forward`."""
         checks.same_device("x", checks.inputs(x), next(self.parameters(), x))
+        self._check_cut(x)
         ((h, _),) = self.run([partial(self._stem.stem, self.members[0], x)])
         return super().forward(h, masks=masks, generator=generator)
 
@@ -118,6 +120,10 @@ class OneStem(Ensemble):
             # what is frozen is cut in eval mode once and for all
             self._stem = cut(first.eval(), self.stem) if self.freeze else split(first, self.stem)
         self._halves = [split(member, self.share_after, start=self.stem) for member in self.members]
+        self._checked = {True} if self.freeze else set()  # in train mode, what is frozen is not as it was
+
+    def _in_pieces(self, member: nn.Module, x: Tensor) -> Any:
+        return super()._in_pieces(member, self._stem.stem(member, x)[0])
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key != "_stem"}
@@ -140,19 +146,15 @@ def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
 
 def held_once(member: nn.Module, parts: Sequence[str]) -> list[str]:
     """The keys in a member's state_dict that belong to the stem."""
-    return [key for key in member.state_dict() if _is_in(key, parts)]
-
-
-def _is_in(key: str, parts: Sequence[str]) -> bool:
-    return any(f"{key}.".startswith(f"{part}.") for part in parts)
+    return [key for key in member.state_dict() if is_in(key, parts)]
 
 
 def _check_untied(module: nn.Module, parts: Sequence[str], stem: str) -> None:
     """A weight on both sides of the stem would have to be one for all members and each member's own."""
     weights = list(module.named_parameters(remove_duplicate=False))
-    inside = {p: name for name, p in weights if _is_in(name, parts)}
+    inside = {p: name for name, p in weights if is_in(name, parts)}
     for name, p in weights:
-        if p in inside and not _is_in(name, parts):
+        if p in inside and not is_in(name, parts):
             raise CannotCutError(module, stem, f"{inside[p]!r} before it and {name!r} are one tied weight")
 
 
@@ -161,7 +163,7 @@ def _check_later(member: nn.Module, stem: str, share_after: str | None) -> None:
     if share_after is None:
         return
     own = [] if share_after == stem else parts_between(member, stem, share_after)
-    if not any(_is_in(name, own) for name, _ in member.named_parameters()):
+    if not any(is_in(name, own) for name, _ in member.named_parameters()):
         raise ValueError(
             f"share_after must come after weights of the members' own. Got {share_after!r}, where all have "
             f"the same features, those of the stem {stem!r}; name a later submodule, or leave it out."
@@ -170,7 +172,7 @@ def _check_later(member: nn.Module, stem: str, share_after: str | None) -> None:
 
 def _check_outside(common: Sequence[str], heads: Sequence[str], stem: str | None) -> None:
     for head in heads:
-        if any(_is_in(key, [head]) for key in common):
+        if any(is_in(key, [head]) for key in common):
             raise ValueError(
                 f"head must come after the stem, which stays as it is pretrained. Got {head!r}, of which "
                 f"{stem!r} needs a part; name a later submodule, or an earlier stem."

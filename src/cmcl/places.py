@@ -11,9 +11,10 @@ from torch.nn.modules import activation, pooling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from . import checks
+from .cuts import Cut, cut_nodes, every_cut
 from .modes import keep_modes
 from .split import offers_halves, split
-from .tracing import CannotCutError, Cut, cut_nodes, every_cut, trace
+from .tracing import CannotCutError, trace
 
 Cuts = dict[str, Cut | CannotCutError]
 

@@ -31,7 +31,7 @@ class Recipe:
     beta: float = 0.75  # weight of silence
     labels: str = "exact"  # or "sampled": stochastic labels
     samples: int = 1  # S, random labels per member and example
-    sharing: bool = False  # features, after the stem
+    sharing: bool | None = None  # of features, after the stem; None: as the caller's ensemble was built
     share_prob: float = 0.7
     warm_start: int = 0  # epochs of IE before the method
     adversarial: float = 0.0  # step of the fast gradient sign, as a share of each input value's range
@@ -53,6 +53,8 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "drops", tuple((when, factor) for when, factor in self.drops))
         object.__setattr__(self, "network_options", dict(self.network_options))
+        if self.network is not None and self.sharing is None:  # no ensemble of the caller's to ask
+            object.__setattr__(self, "sharing", False)
         _one_of("method", self.method, METHODS)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("labels", self.labels, ("exact", "sampled"))
@@ -137,6 +139,7 @@ class Recipe:
         if self.objective["labels"] == "exact":
             del values["samples"]
         if not self.sharing:
+            values.pop("sharing", None)  # False was the default once, and left out
             values.pop("share_prob", None)
         if self.optimizer != "sgd":
             values.pop("momentum", None)

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
+from .cuts import cut_nodes
 from .modes import keep_modes
 from .networks.base import SplitNetwork
-from .tracing import CannotCutError, cut_nodes, trace
+from .tracing import CannotCutError, trace
 
 
 class Halves(NamedTuple):
@@ -21,6 +22,7 @@ class Halves(NamedTuple):
 
     stem: Callable[[nn.Module, Tensor], tuple[Tensor, tuple[Any, ...]]]
     trunk: Callable[[nn.Module, Tensor, tuple[Any, ...]], Tensor]
+    traced: bool = False  # rather than the network's own
 
 
 def split(module: nn.Module, name: str | None, *, start: str | None = None) -> Halves:
@@ -42,6 +44,7 @@ def split(module: nn.Module, name: str | None, *, start: str | None = None) -> H
     return Halves(
         lambda module, x: (training if module.training else evaluation).stem(module, x),
         lambda module, h, rest: (training if module.training else evaluation).trunk(module, h, rest),
+        traced=True,
     )
 
 

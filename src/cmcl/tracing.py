@@ -1,10 +1,16 @@
-"""What a network's forward does, as torch.fx traces it, and where it falls apart into before and after."""
+"""What a network's forward does, as torch.fx traces it: once, with symbols in place of tensors.
+
+A trace sees what happens to tensors. It cannot see what Python does besides (decisions, random numbers,
+hooks, gradients of one's own), so submodules that do such things are kept whole, and run as they are.
+"""
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import fx, jit, nn
@@ -12,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from . import checks
 
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _ATTRIBUTES = ("", "_parameters", "_buffers", "_modules")  # dicts of a module's attributes; "": its own
 
 
@@ -28,136 +35,120 @@ class CannotCutError(ValueError):
 
 
 class _Tracer(fx.Tracer):
-    """Keeps the named submodules whole, and those of a kind that cannot be traced; looks into the others."""
+    """Keeps the named submodules whole, and those that cannot be traced; looks into the others."""
 
     proxy_buffer_attributes = True  # what is computed from a buffer is computed each time, not frozen
 
     def __init__(self, names: Sequence[str], whole: Mapping[type[nn.Module], Exception]) -> None:
         super().__init__()
         self.names, self.whole = names, whole
-        self.ends: dict[str, tuple[fx.Node, fx.Node]] = {}  # of each call: its output, and the last node then
+        self.ends: dict[
+            str, list[tuple[fx.Node, fx.Node]]
+        ] = {}  # of each call: its output, the last node then
         self.failed: nn.Module | None = None  # the innermost submodule in whose code tracing failed
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(m, jit.ScriptModule):
             inspect.signature(m.forward).bind(*args, **kwargs)  # a wrong call is a failure of the caller
         try:
-            output = super().call_module(m, forward, args, kwargs)
+            with _no_draws():
+                output = super().call_module(m, forward, args, kwargs)
         except Exception:
             self.failed = m if self.failed is None else self.failed
             raise
         if isinstance(output, fx.Proxy):
-            self.ends[self.path_of_module(m)] = output.node, next(reversed(self.graph.nodes))
+            end = output.node, next(reversed(self.graph.nodes))
+            self.ends.setdefault(self.path_of_module(m), []).append(end)
         return output
 
-    def create_proxy(self, kind: str, *call: Any, **options: Any) -> fx.Proxy:
-        proxy = super().create_proxy(kind, *call, **options)
-        if kind.startswith("call") and not torch.is_grad_enabled():  # a trace knows of no torch.no_grad()
-            proxy = super().create_proxy("call_function", _detached, (proxy,), {})
-        return proxy
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() or not kind.startswith("call"):
+            return super().create_proxy(kind, target, args, kwargs, *more, **options)
+        _check_not_in_function()
+        # a trace knows of no torch.no_grad()
+        if kind == "call_module":
+            proxy = super().create_proxy(kind, target, args, kwargs, *more, **options)
+            return super().create_proxy("call_function", _detached, (proxy,), {})
+        return super().create_proxy("call_function", _without_grad(target), args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self.names:
             return True
-        inside = any(name.startswith(f"{module_qualified_name}.") for name in self.names)
-        return not inside and (type(m) in self.whole or super().is_leaf_module(m, module_qualified_name))
+        if any(name.startswith(f"{module_qualified_name}.") for name in self.names):
+            _check_plain(m)
+            return False
+        whole = type(m) in self.whole or _problem(m) is not None
+        return whole or super().is_leaf_module(m, module_qualified_name)
 
 
 def _detached(value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
-class Cut(NamedTuple):
-    """The nodes of forward on both sides of a place."""
+def _without_grad(target: Callable[..., Any] | str) -> Callable[..., Any]:
+    """A function, or a method by its name, under torch.no_grad()."""
 
-    before: list[fx.Node]
-    after: list[fx.Node]
-    output: fx.Node  # of the place
-    carried: list[fx.Node]  # computed before, read after, besides the place's own output
-    attributes: list[fx.Node]  # weights and buffers read before: read again after rather than carried
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            if isinstance(target, str):
+                return getattr(args[0], target)(*args[1:], **kwargs)
+            return target(*args, **kwargs)
 
-
-def cut_nodes(module: nn.Module, nodes: list[fx.Node], name: str, *, start: str | None = None) -> Cut:
-    """What `trace` found, or the part of it after `start`, in two at the call of the submodule `name`."""
-    calls = [i for i, node in enumerate(nodes) if node.op == "call_module" and node.target == name]
-    if len(calls) != 1:
-        where = "in forward" if start is None else f"after {start!r}"
-        raise CannotCutError(
-            module, name, f"it is called {len(calls)} times {where}, and must be called once"
-        )
-    return _divide(module, name, nodes, calls[0] + 1, nodes[calls[0]])
+    run.__name__ = target if isinstance(target, str) else target.__name__  # what fx calls it in its code
+    return run
 
 
-def every_cut(module: nn.Module) -> dict[str, Cut | CannotCutError]:
-    """The cuts after all submodules, or why there is none, as far as one trace of the whole network tells."""
-    nodes, tracer = _trace(module, [])
-    order = {node: i for i, node in enumerate(tracer.graph.nodes)}
-    cuts: dict[str, Cut | CannotCutError] = {}
-    for outer, part in module.named_modules():
-        if error := tracer.whole.get(type(part)):
-            reason = f"torch.fx cannot trace {outer!r}, which holds it ({error})"
-            inner = [f"{outer}.{name}" for name, _ in part.named_modules() if name]
-            cuts |= {name: CannotCutError(module, name, reason) for name in inner}
-    for name, (output, last) in tracer.ends.items():
-        with suppress(CannotCutError):
-            count = sum(order[node] <= order[last] for node in nodes)
-            cuts[name] = _divide(module, name, nodes, count, output)
-    return cuts
+def _problem(module: nn.Module) -> str | None:
+    """What calling the module does besides its class's forward; a trace would leave it out."""
+    if isinstance(module, jit.ScriptModule):
+        return None
+    if "forward" in vars(module):
+        return "its forward was replaced by another function"
+    return "it has forward hooks" if module._forward_hooks or module._forward_pre_hooks else None
 
 
-def _divide(module: nn.Module, name: str, nodes: list[fx.Node], count: int, output: fx.Node) -> Cut:
-    """So many nodes before, the others after, and what goes from here to there."""
-    before, after = nodes[:count], nodes[count:]
-    later = set(after)
-    crossing = [node for node in before if not later.isdisjoint(node.users)]
-    if output not in crossing:
-        raise CannotCutError(module, name, "nothing after it uses its output")
-    if not _depends_on_input(output):
-        raise CannotCutError(module, name, "its output does not depend on the input")
-    if all(node.op == "output" or isinstance(node.target, type) for node in after):  # a type: of the answer
-        raise CannotCutError(module, name, "it is the network's output")
-    attributes = [node for node in before if node.op == "get_attr"]
-    carried = [node for node in crossing if node is not output and node.op != "get_attr"]
-    return Cut(before, after, output, carried, attributes)
+def _check_plain(module: nn.Module) -> None:
+    if problem := _problem(module):
+        raise TypeError(f"{type(module).__name__}: {problem}, which a cut through it would leave out")
 
 
-def _depends_on_input(node: fx.Node) -> bool:
-    seen, todo = {node}, [node]
-    while todo:
-        new = set(todo.pop().all_input_nodes) - seen
-        seen |= new
-        todo += new
-    return any(node.op == "placeholder" for node in seen)
+@contextmanager
+def _no_draws() -> Iterator[None]:
+    """Refuses code that draws random numbers by itself: the trace would hold what came of them this once."""
+    generator, python, numpy = random_states()
+    yield
+    now = random_states()
+    if not generator.equal(now[0]) or (python, numpy) != now[1:]:
+        raise TypeError("it draws random numbers in Python, which a trace would freeze")
 
 
-def parts_before(module: nn.Module, name: str) -> list[str]:
-    """Names of the modules, parameters and buffers that forward uses up to the submodule `name`."""
-    place = cut_nodes(module, trace(module, [name]), name)
-    before, after = _parts(place.before), _parts(place.after)
-    if both := sorted(set(before) & set(after)):
-        raise CannotCutError(module, name, f"{both[0]!r} is used before and after it")
-    return before
+def random_states() -> tuple[torch.Tensor, Any, Any]:
+    """Of torch on the CPU, of Python, and of numpy, if it is in use."""
+    numpy = None
+    if "numpy" in sys.modules:
+        kind, values, *others = sys.modules["numpy"].random.get_state()
+        numpy = kind, values.tobytes(), others
+    return torch.get_rng_state(), random.getstate(), numpy
 
 
-def parts_between(module: nn.Module, start: str, name: str) -> list[str]:
-    """Names of what forward uses after the submodule `start` and up to a later one, `name`."""
-    first = cut_nodes(module, trace(module, [start, name]), start)
-    return _parts(cut_nodes(module, first.after, name, start=start).before)
+def _check_not_in_function() -> None:
+    """Refuses a torch.autograd.Function: the trace would hold its forward, and lose its backward."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code is _APPLY:
+            name = frame.f_locals["cls"].__name__
+            raise TypeError(f"{name} is a torch.autograd.Function, whose gradient would be lost")
 
 
-def _parts(nodes: list[fx.Node]) -> list[str]:
-    used = [str(node.target) for node in nodes if node.op in ("call_module", "get_attr")]
-    return list(dict.fromkeys(used))
-
-
-def trace(module: nn.Module, names: Sequence[str]) -> list[fx.Node]:
+def trace(module: nn.Module, names: Sequence[str], *, argument: str = "share_after") -> list[fx.Node]:
     """The nodes of forward(x), the named submodules whole; arguments with a default are fixed to it."""
     for name in names:
-        _check_known(module, name)
-    return _trace(module, names)[0]
+        _check_known(module, name, argument)
+    return trace_calls(module, names)[0]
 
 
-def _trace(module: nn.Module, names: Sequence[str]) -> tuple[list[fx.Node], _Tracer]:
+def trace_calls(module: nn.Module, names: Sequence[str]) -> tuple[list[fx.Node], _Tracer]:
+    """The same, with what the tracer noted on its way."""
     name = names[-1] if names else ""
     graph, tracer, changed = _graph(module, name, names)
     constants = {key for key in changed if key.startswith("_tensor_constant")}  # as fx calls them
@@ -187,7 +178,8 @@ def _graph(module: nn.Module, name: str, names: Sequence[str]) -> tuple[fx.Graph
     while True:
         tracer = _Tracer(names, whole)
         try:
-            with _put_back(module) as changed, torch.enable_grad():
+            _check_plain(module)
+            with _put_back(module) as changed, torch.enable_grad(), _no_draws():
                 graph = tracer.trace(module, concrete_args=defaults)
             return graph, tracer, changed
         except Exception as error:  # whatever the network's own code raises on symbolic values
@@ -198,35 +190,40 @@ def _graph(module: nn.Module, name: str, names: Sequence[str]) -> tuple[fx.Graph
 
 @contextmanager
 def _put_back(module: nn.Module) -> Iterator[list[str]]:
-    """Afterwards all attributes, and dicts among them, hold what they held; the list names those assigned."""
+    """Afterwards all attributes, and dicts, lists and sets among them, hold what they held.
+
+    The list names those that were assigned or, where they are lists or sets, changed.
+    """
     changed: list[str] = []
     parts = {n: vars(part) for n, part in module.named_modules() if not isinstance(part, jit.ScriptModule)}
-    held = [
-        (name, kind, values, dict(values))
-        for name, own in parts.items()
-        for kind, values in [("", own), *own.items()]
-        if isinstance(values, dict)
-    ]
+    values = [(name, kind, value) for name, own in parts.items() for kind, value in [("", own), *own.items()]]
+    dicts = [(name, kind, value, dict(value)) for name, kind, value in values if isinstance(value, dict)]
+    several = [(n, kind, value, list(value)) for n, kind, value in values if isinstance(value, list | set)]
     try:
         yield changed
     finally:
-        for name, kind, now, before in held:
+        for name, kind, now, before in dicts:
             keys = [key for key in now.keys() | before.keys() if now.get(key) is not before.get(key)]
             if keys:
                 now.clear()
                 now.update(before)
             if kind in _ATTRIBUTES:  # another dict is a cache: what is put there is traced as well
                 changed += [f"{name}.{key}".removeprefix(".") for key in keys]
+        for name, kind, items, kept in several:
+            if list(map(id, items)) != list(map(id, kept)):
+                items.clear()
+                (items.extend if isinstance(items, list) else items.update)(kept)
+                changed.append(f"{name}.{kind}".removeprefix("."))
 
 
-def _check_known(module: nn.Module, name: str) -> None:
-    known = dict(module.named_modules())
+def _check_known(module: nn.Module, name: str, argument: str) -> None:
+    known = [key for key, _ in module.named_modules() if key]
     if not isinstance(name, str):
-        raise TypeError(f"share_after must be a submodule's name. Got {checks.kind(name)}.")
+        raise TypeError(f"{argument} must be a submodule's name. Got {checks.kind(name)}.")
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or list(known)[1:6]
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:5]
         raise ValueError(
-            f"share_after must name a submodule of {type(module).__name__}. Got {name!r}; "
+            f"{argument} must name a submodule of {type(module).__name__}. Got {name!r}; "
             f"the nearest are {', '.join(map(repr, close)) or 'none, it has no submodules'}."
         )
 

@@ -94,7 +94,7 @@ def tune(
         name: of a CMCL recipe.
         out: folder of run folders, and of the result.
         betas: to try; those of the paper if not given.
-        overlaps: K to try, as far as there are so many members; those of the paper if not given.
+        overlaps: K to try; those of the paper if not given, as far as there are so many members.
         validation: the share of the training set to hold out.
         eta: see `successive_halving`.
         seeds: a candidate's error is the mean over them.
@@ -102,7 +102,7 @@ def tune(
         options: how runs are carried out.
         say: is told how each candidate did.
     """
-    from .experiments.recipes import BETAS, OVERLAPS, find, grid
+    from .experiments.recipes import BETAS, find, grid
     from .experiments.run import run
 
     base, out = find(name), Path(out)
@@ -112,9 +112,6 @@ def tune(
         )
     if not 0 < validation < 1:
         raise ValueError(f"validation must be above 0 and below 1, to choose by. Got {validation}.")
-    overlaps = overlaps or OVERLAPS
-    if min(overlaps) > base.members:
-        raise ValueError(f"overlaps must hold a K up to {base.members} (the members). Got {list(overlaps)}.")
     candidates = grid(name, betas=betas or BETAS, overlaps=overlaps, validation=validation)
     shared: dict[str, Any] = {"out": out, "root": root, "options": options}
 

@@ -6,7 +6,7 @@ N examples, M members.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..data.dataset import Dataset, split_validation
 from ..data.steps import MeanStd
 from ..ensemble import Ensemble
 from ..modes import keep_modes
+from ..recipe import Recipe
 
 Data = Dataset | tuple[Tensor, Tensor] | DataLoader[Any]
 
@@ -42,6 +43,32 @@ class Options:
 
     def __post_init__(self) -> None:
         checks.choice("precision", self.precision, PRECISIONS)
+
+
+def fitting(recipe: Recipe, ensemble: Ensemble) -> Recipe:
+    """The recipe, if it tells the truth about the ensemble; what it leaves open of sharing, it says then."""
+    if recipe.members != (m := len(ensemble.members)):
+        raise ValueError(f"recipe.members must be {m}, as in the ensemble. Got {recipe.members}.")
+    cut = ensemble.share_after
+    if recipe.sharing is None:
+        left_open = cut is not None and recipe.share_prob == Recipe.share_prob
+        prob = ensemble.share_prob if left_open else recipe.share_prob
+        recipe = replace(recipe, sharing=cut is not None, share_prob=prob)
+    if recipe.sharing and cut is None:
+        raise ValueError(
+            "recipe.sharing must be False: the ensemble has no share_after. Got True. To share features, "
+            "build it with share_after."
+        )
+    if not recipe.sharing and cut is not None:
+        raise ValueError(
+            f"recipe.sharing must be True: the ensemble shares features after {cut!r}. Got False. To train "
+            "without sharing, build it without share_after."
+        )
+    if recipe.sharing and recipe.share_prob != ensemble.share_prob:
+        raise ValueError(
+            f"recipe.share_prob must be {ensemble.share_prob}, as in the ensemble. Got {recipe.share_prob}."
+        )
+    return recipe
 
 
 def find_device(name: str) -> torch.device:

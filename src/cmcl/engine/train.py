@@ -21,7 +21,7 @@ from ..recipe import Recipe
 from .checkpoint import Checkpoints, Interrupt, locked
 from .optimizer import set_lr
 from .scoring import evaluate
-from .setup import Data, Options, count_classes, find_device, hold_out, place, settings, tensors
+from .setup import Data, Options, count_classes, find_device, fitting, hold_out, place, settings, tensors
 from .source import Loaded, Resident, Source
 from .state import State
 from .step import Captured, Step, captured
@@ -78,23 +78,11 @@ def fit(
     if len(seeds) != len(ensembles):
         raise ValueError(f"seed must give {len(ensembles)} numbers, one an ensemble. Got {len(seeds)}.")
     for own in ensembles:
-        _check_fits(own, recipe)
+        recipe = fitting(recipe, own)
     options = options or Options()
     with settings(options, seeds):
         run = Run(ensembles, train, test, recipe, seeds, options, task)
         return run.go(None if out is None else Path(out), resume)
-
-
-def _check_fits(ensemble: Ensemble, recipe: Recipe) -> None:
-    """The recipe tells the truth about the ensemble; one that says nothing of sharing leaves it free."""
-    if recipe.members != (m := len(ensemble.members)):
-        raise ValueError(f"recipe.members must be {m}, as in the ensemble. Got {recipe.members}.")
-    if recipe.sharing and ensemble.share_after is None:
-        raise ValueError("recipe.sharing must be False: the ensemble has no share_after. Got True.")
-    if recipe.sharing and recipe.share_prob != ensemble.share_prob:
-        raise ValueError(
-            f"recipe.share_prob must be {ensemble.share_prob}, as in the ensemble. Got {recipe.share_prob}."
-        )
 
 
 class Run:
@@ -178,9 +166,9 @@ class Run:
                 row |= self._scores(ensemble, self.held_out)
             if epochs > self.recipe.warm_start and (dead := alarm.update(row["win_rates"])):
                 row["dead_members"] = dead
-                warnings.warn(f"seed {seed}: {alarm.warning(dead)}", stacklevel=5)
+                warnings.warn(f"{self._whose(seed)}{alarm.warning(dead)}", stacklevel=5)
             self.rows.append(row)
-            self.progress.epoch(row)
+            self.progress.epoch(row if self._whose(seed) else row | {"seed": None})
             self.telemetry.write(row)
 
     def _make_step(self, epoch: int) -> Step | Captured:
@@ -218,9 +206,9 @@ class Run:
                 first = self.source.steps(self.source.epoch_of(self.state.step - 1)).start
                 step, members = first + int(min(bad)), [m for m, s in enumerate(bad) if s == min(bad)]
                 raise Diverged(
-                    f"seed {seed}: the loss of member {members} is NaN or infinite at step {step}, with lr "
-                    f"{self._lr(step):.3g}. The weights are those before it; so is a checkpoint, if there is "
-                    "one. Try a smaller lr, clip=1, or precision='float32'."
+                    f"{self._whose(seed)}the loss of member {members} is NaN or infinite at step {step}, "
+                    f"with lr {self._lr(step):.3g}. The weights are those before it; so is a checkpoint, if "
+                    "there is one. Try a smaller lr, clip=1, or precision='float32'."
                 )
 
     def _open(self, stack: ExitStack, out: Path | None, resume: bool) -> None:
@@ -262,6 +250,10 @@ class Run:
         raise Interrupted(
             f"stopped by {self.interrupt.name} at step {self.state.step} of {self.steps}. {how}"
         )
+
+    def _whose(self, seed: int) -> str:
+        """How a message to a person begins; a run that is the only one, and leaves nothing, needs no name."""
+        return f"seed {seed}: " if self.checkpoints is not None or len(self.state.seeds) > 1 else ""
 
     def _scores(self, ensemble: Ensemble, data: Data) -> dict[str, float]:
         return evaluate(ensemble, data, batch_size=self.options.evaluation_batch)

@@ -11,6 +11,7 @@ from ..data import from_arrays
 from ..data.checksum import tensor_checksum
 from ..data.dataset import Dataset
 from ..engine import Options, Result
+from ..engine.setup import fitting
 from ..ensemble import Ensemble
 from ..recipe import Recipe
 from . import environment
@@ -53,7 +54,7 @@ def record(
         recipe, result, seed, options: what `fit` was given and what it returned.
         outside: inputs of a kind that it has never seen.
     """
-    folder = Path(folder)
+    folder, recipe = Path(folder), fitting(recipe, ensemble)
     data = test if isinstance(test, Dataset) else _data(*test)
     unseen = Inputs(outside, outside) if isinstance(outside, Tensor) else outside
     made = Record(

@@ -178,17 +178,21 @@ def grid(
     name: str,
     *,
     betas: Sequence[float] = BETAS,
-    overlaps: Sequence[int] = OVERLAPS,
+    overlaps: Sequence[int] | None = None,
     validation: float = HELD_OUT,
 ) -> dict[str, Recipe]:
     """A recipe with every beta and K, by name. Part of the training set is held out to choose by.
 
-    With validation=0 there is only the test set to choose on, as in the paper, and the names say so.
+    With validation=0 there is only the test set to choose on, as in the paper, and the names say so. Where no
+    overlaps are given, they are those of the paper, as far as there are so many members.
     """
     base, suffix = replace(find(name), validation=validation), "" if validation else "-chosen-on-test"
+    m = base.members
+    overlaps = [k for k in OVERLAPS if k <= m] if overlaps is None else list(overlaps)
+    if not overlaps or min(overlaps) < 1 or max(overlaps) > m:
+        raise ValueError(f"overlaps must be between 1 and {m} (the number of members). Got {overlaps}.")
     return {
         f"{name}-beta{beta:g}-k{k}{suffix}": replace(base, beta=beta, overlap=k)
         for beta in betas
         for k in overlaps
-        if k <= base.members
     }
