@@ -1,6 +1,8 @@
 """What tracing cannot see is kept whole, refused, or found out by running the pieces against the network."""
 
 import random
+from contextlib import suppress
+from itertools import product
 
 import numpy as np
 import pytest
@@ -200,7 +202,7 @@ def replaced():
 
 
 @pytest.mark.parametrize(
-    ("build", "reason"), [(hooked, "it has forward hooks"), (replaced, "its forward was replaced")]
+    ("build", "reason"), [(hooked, "it has hooks"), (replaced, "its forward was replaced")]
 )
 def test_what_surrounds_forward(build, reason):
     """Around the place it is refused, elsewhere such a part is kept whole, hook and all."""
@@ -299,10 +301,144 @@ def test_also_where_no_gradients_are_wanted(around_it):
 
 
 def test_one_stem_is_checked_too():
+    for freeze, mode in product((False, True), repeat=2):
+        ensemble = OneStem(around(Doubles), 2, stem="0", freeze=freeze).train(mode)
+        with pytest.raises(CannotCutError, match="after '0': in two pieces its outputs are others"):
+            ensemble(torch.randn(3, 4))
+
+
+def test_a_frozen_stem_is_compared_as_it_was_cut():
+    """In eval mode, where its dropout does nothing."""
+
+    def build():
+        return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 5), nn.Linear(5, 3))
+
+    ensemble = OneStem(build, 2, stem="1", freeze=True).train()
+    assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
+
+
+def test_every_kind_of_member_is_checked():
+    ensemble = Ensemble([around(nn.ReLU)(), Other()], share_after="0")
+    with pytest.raises(CannotCutError, match="Other cannot be cut after '0': in two pieces its outputs"):
+        ensemble(torch.randn(3, 4))
+
+
+class Other(nn.Sequential):
+    def __init__(self):
+        super().__init__(*around(Doubles)())
+
+
+def test_only_logits_count():
+    """Other outputs, however large, do not hide them."""
+
+    class Talks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.part, self.b = nn.Linear(4, 5), Doubles(), nn.Linear(5, 3)
+
+        def forward(self, x):
+            h = self.a(x)
+            return {"logits": self.b(self.part(h)), "h": 1000 * h}
+
+    ensemble = Ensemble(Talks, 2, share_after="a", output=lambda answer: answer["logits"])
     with pytest.raises(CannotCutError, match="in two pieces its outputs are others"):
-        OneStem(around(Doubles), 2, stem="0")(torch.randn(3, 4))
-    with pytest.raises(CannotCutError, match="in two pieces its outputs are others"):
-        OneStem(around(Doubles), 2, stem="0", freeze=True).eval()(torch.randn(3, 4))
+        ensemble(torch.randn(3, 4))
+
+
+class Unrepeatable(nn.Module):
+    """Draws from a generator that nobody knows of."""
+
+    numbers = np.random.default_rng(0)
+
+    def forward(self, x):
+        return x + float(self.numbers.normal())
+
+
+class OwnDice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dice = random.Random(0)
+
+    def forward(self, x):
+        return x if self.dice.random() < 0.5 else -x
+
+
+@pytest.mark.parametrize("part", [Unrepeatable, OwnDice])
+def test_generators_of_ones_own(part):
+    """Not repeatable is not wrong; what is kept whole draws anew."""
+    if part is Unrepeatable:  # a decision in Python, so that it is kept whole
+        part = type(
+            "Kept",
+            (Unrepeatable,),
+            {"forward": lambda self, x: Unrepeatable.forward(self, x) if x.sum() else x},
+        )
+    ensemble = Ensemble(around(part), 2, share_after="0", share_prob=0.0)
+    x = torch.randn(3, 4)
+    assert len({tuple(ensemble(x)[0].flatten().tolist()) for _ in range(20)}) > 1
+
+
+def test_a_part_that_remembers_is_kept_whole():
+    class Remembers(nn.Module):
+        def forward(self, x):
+            self.last = x
+            return x.relu()
+
+    ensemble = Ensemble(around(Remembers), 2, share_after="0", share_prob=0.0)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(ensemble(x)[1], ensemble.members[1](x))
+    assert ensemble.members[0][1].last.shape == (3, 5)
+
+
+def test_checkpointing_around_the_ensemble():
+    ensemble = Ensemble(around(nn.ReLU), 2, share_after="0")
+    x = torch.randn(6, 4, requires_grad=True)
+    checkpoint(ensemble, x, use_reentrant=False).sum().backward()
+    assert all(p.grad is not None for p in ensemble.parameters())
+    assert ensemble._checked == {True}
+
+
+def test_nothing_to_judge_is_not_judged_for_ever():
+    ensemble = Ensemble(around(Norm, Doubles), 2, share_after="0")
+    for too_few in (0, 1):
+        with suppress(ValueError):  # batch normalisation's own
+            ensemble(torch.randn(too_few, 4))
+    assert ensemble._checked == set()
+    with pytest.raises(CannotCutError, match="in two pieces"):
+        ensemble(torch.randn(2, 4))
+
+
+def test_a_head_that_starts_at_zero_hides_nothing():
+    def build():
+        network = Root(Reverse.apply)
+        nn.init.zeros_(network.b.weight)
+        return network
+
+    with pytest.raises(CannotCutError, match="in two pieces its gradients are others"):
+        Ensemble(build, 2, share_after="a")(torch.randn(3, 4))
+
+
+def test_sparse_gradients_and_other_default_types():
+    def build():
+        return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), Doubles(), nn.Linear(8, 3))
+
+    before = torch.get_default_dtype()
+    ensemble = Ensemble(build, 2, share_after="0")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(CannotCutError, match="in two pieces its outputs are others"):
+            ensemble(torch.randint(9, (3, 2)))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_too_little_memory_is_no_fault_of_the_cut(monkeypatch):
+    ensemble = Ensemble(around(nn.ReLU), 2, share_after="0")
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(ensemble, "_in_pieces", fail)
+    assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
 
 
 def test_transformed_ensembles_are_left_alone():

@@ -18,20 +18,20 @@ PACKAGE = ROOT / "src" / "cmcl"
 ORDER = [
     *("lazy", "files", "checks", "modes", "recipe"),
     *("objectives", "sharing", "metrics", "prediction", "networks", "data"),
+    *("tracing", "cuts", "split", "places", "members", "fidelity", "ensemble"),
+    *("finetuning", "saving", "adversarial"),
     *(
-        "tracing",
-        "cuts",
-        "fidelity",
-        "split",
-        "places",
-        "members",
-        "ensemble",
-        "finetuning",
-        "saving",
-        "adversarial",
+        "engine",
+        "experiments",
+        "report",
+        "estimator",
+        "rejecting",
+        "export",
+        "tuning",
+        "demo",
+        "cli",
+        "__main__",
     ),
-    *("engine", "experiments", "report", "estimator", "rejecting", "export", "tuning", "demo", "cli"),
-    "__main__",
 ]
 EXCEPTIONS = {("ensemble", "saving")}  # Ensemble.save, inside the method
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from . import checks
 from .data.transform import Transform
-from .fidelity import can_check, check_cut
-from .members import Network, Output, build_members, distinct, logits_of
+from .fidelity import can_compare, check_cut
+from .members import Network, Output, build_members, distinct, in_turn, logits_of
 from .modes import keep_modes
 from .prediction import Prediction, answer
 from .sharing import MODES, share_features
@@ -65,7 +65,10 @@ class Ensemble(nn.Module):
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...). `masks` and `generator` go to `share_features`."""
         checks.same_device("x", checks.inputs(x), next(self.parameters(), x))
-        self._check_cut(x)  # once in each mode: what was traced must be the network
+        self._check_cut(x)
+        return self._mixed(x, masks, generator)
+
+    def _mixed(self, x: Tensor, masks: Tensor | None, generator: torch.Generator | None) -> Tensor:
         pairs = list(zip(self.members, self._halves, strict=True))
         parts = self.run([partial(halves.stem, member, x) for member, halves in pairs])
         mode = "off" if self.share_after is None else "sampled" if self.training else self.share_at_test
@@ -108,13 +111,15 @@ class Ensemble(nn.Module):
         self._halves = [split(member, self.share_after) for member in self.members]
         self._checked: set[bool] = set()  # modes, train and eval
 
-    def _check_cut(self, x: Tensor) -> None:
-        if can_check(x) and self._halves[0].traced and self.training not in self._checked:
-            self._checked.add(self.training)
-            check_cut(self.members[0], self._in_pieces, x, str(self.share_after))
+    def _check_cut(self, x: Tensor, **options: Any) -> None:  # once in each mode, if it was traced
+        mode, traced = self.training, self._halves[0].traced
+        if mode not in self._checked and traced and can_compare(x, self.parameters(), training=mode):
+            self._checked.add(mode)
+            options = {"place": str(self.share_after), "output": self.output} | options
+            check_cut(self.members, self._in_pieces, x, **options)
 
-    def _in_pieces(self, member: nn.Module, x: Tensor) -> Any:
-        return self._halves[0].trunk(member, *self._halves[0].stem(member, x))
+    def _in_pieces(self, m: int, member: nn.Module, x: Tensor) -> Any:
+        return self._halves[m].trunk(member, *self._halves[m].stem(member, x))
 
     def __getstate__(self) -> dict[str, Any]:  # the halves are made of code, which does not pickle
         return {key: value for key, value in self.__dict__.items() if key != "_halves"}
@@ -122,8 +127,3 @@ class Ensemble(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._cut()
-
-
-def in_turn(calls: list[partial[Any]]) -> list[Any]:
-    """The results of independent calls, one after the other."""
-    return [call() for call in calls]

@@ -197,10 +197,11 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             )
 
     def _check_built(self) -> None:
+        built = getattr(self, "_built", {})  # an older pickle does not say
         for name, now in self._plan().items():
-            if name in self._built and now != self._built[name]:
+            if name in built and now != built[name]:
                 raise ValueError(
-                    f"{name} must be as in the fit that warm_start=True goes on from, {self._built[name]!r}. "
+                    f"{name} must be as in the fit that warm_start=True goes on from, {built[name]!r}. "
                     f"Got {now!r}. To begin anew, fit a clone, or set warm_start=False."
                 )
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from . import checks
 from .data.steps import Chain
 from .data.transform import Transform
-from .ensemble import Ensemble, in_turn
+from .ensemble import Ensemble
 from .files import replacing
+from .members import in_turn
 from .prediction import Prediction, answer
 
 FORMATS = ("onnx", "torch")

@@ -1,94 +1,127 @@
 """Does a network that was cut still compute what it does as a whole? Tried once, on copies of it.
 
 Tracing sees what forward does with symbols. What it does otherwise with tensors (`isinstance(x, Tensor)`, an
-exception that only a symbol raises) is found by running both: the same outputs, and the same gradients.
+exception that only a symbol raises) is found by running both: the same logits, and the same gradients.
 """
 
 import copy
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import saved_tensors_hooks
 
+from .members import Output, logits_of
 from .tracing import CannotCutError
 
 TOLERANCE = 0.01  # of the values' norm; what is computed in another order differs by far less
 
-
-def check_cut(network: nn.Module, cut: Callable[[nn.Module, Tensor], Any], x: Tensor, place: str) -> None:
-    """Raises if `cut`, which runs the network in pieces, differs from the network on two examples of x.
-
-    Nothing is touched: weights, buffers, random states. A network that cannot be copied, or fails by itself,
-    is not judged.
-    """
-    try:
-        with _apart_from_all(x):
-            whole, pieces = copy.deepcopy(network), copy.deepcopy(network)
-            expected = _answer(whole, whole, x)
-    except Exception:  # whatever the network's own code raises: the user will see it where it belongs
-        return
-    try:
-        with _apart_from_all(x):
-            found = _answer(lambda part: cut(pieces, part), pieces, x)
-    except Exception as error:
-        raise CannotCutError(network, place, f"in two pieces it fails ({error})") from error
-    for what, ours, theirs in zip(("outputs", "gradients"), found, expected, strict=True):
-        if ours.shape != theirs.shape or (ours - theirs).norm() > TOLERANCE * theirs.norm():
-            raise CannotCutError(
-                network,
-                place,
-                f"in two pieces its {what} are others: forward decides something in Python that torch.fx "
-                "cannot see",
-            )
+Run = Callable[[nn.Module, Tensor], Any]
 
 
-def can_check(x: Tensor) -> bool:
-    """Are these numbers to compute with? Not while somebody traces, transforms or captures the ensemble."""
+def can_compare(x: Tensor, weights: Iterable[Tensor], *, training: bool) -> bool:
+    """Are there numbers to compute with? Not while somebody traces, transforms or captures the ensemble."""
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and len(x) > training  # batch normalisation learns from no fewer than two
+        and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, (x, *weights)))
         and torch._C._get_tracing_state() is None
         and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 
-def _answer(run: Callable[[Tensor], Any], network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """All outputs, and the gradients of all weights, each as one vector."""
-    outputs = [t for t in tree_leaves(run(x[:2].detach().clone())) if isinstance(t, Tensor)]
-    values = torch.cat([t.float().flatten() for t in outputs])
-    weights = [p for p in network.parameters() if p.requires_grad]
-    if not values.requires_grad or not weights:
-        return values.detach(), values.new_zeros(0)
-    mixed = values @ torch.arange(len(values), device=values.device).cos()  # no two outputs may cancel
-    gradients = torch.autograd.grad(mixed, weights, allow_unused=True, materialize_grads=True)
-    return values.detach(), torch.cat([g.float().flatten() for g in gradients])
+def check_cut(
+    members: Iterable[nn.Module],
+    in_pieces: Callable[[int, nn.Module, Tensor], Any],  # runs member m, or a copy of it
+    x: Tensor,
+    *,
+    output: Output | None,
+    place: str,
+    frozen: bool = False,  # the stem: it was cut in eval mode
+) -> None:
+    """Raises if a member in pieces is not what it is as a whole; the first of each kind is tried."""
+    first = {type(member): (m, member) for m, member in reversed(list(enumerate(members)))}
+    for m, member in first.values():
+        answer = partial(_answer, member, x=x, output=output, frozen=frozen)
+        difference = _difference(partial(answer, nn.Module.__call__), partial(answer, partial(in_pieces, m)))
+        if difference is not None:
+            raise CannotCutError(member, place, f"in two pieces {difference}")
+
+
+Answer = tuple[Tensor, Tensor]
+
+
+def _difference(whole: Callable[[], Answer], pieces: Callable[[], Answer]) -> str | None:
+    """How the pieces differ; None: not at all, or it cannot be told.
+
+    It cannot if the network cannot be copied, fails by itself, or does not repeat itself.
+    """
+    try:
+        expected, again = whole(), whole()
+    except Exception:  # whatever the network's own code raises: the user will see it where it belongs
+        return None
+    if any(map(_differ, expected, again)):
+        return None
+    try:
+        found = pieces()
+    except torch.OutOfMemoryError:
+        return None
+    except Exception as error:
+        return f"it fails ({error})"
+    for what, ours, theirs in zip(("outputs", "gradients"), found, expected, strict=True):
+        if _differ(ours, theirs):
+            return (
+                f"its {what} are others: forward decides something in Python that torch.fx cannot see, or "
+                "the mode or an attribute of a block was changed after the ensemble was built"
+            )
+    return None
+
+
+def _differ(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.shape != theirs.shape or bool((ours - theirs).norm() > TOLERANCE * theirs.norm())
+
+
+def _answer(member: nn.Module, run: Run, *, x: Tensor, output: Output | None, frozen: bool) -> Answer:
+    """The logits, and the gradients of all weights, each as one vector; of a copy, for two examples."""
+    with _apart_from_all(x):
+        own = copy.deepcopy(member)
+        if frozen:
+            own.eval()
+        for zeros in [p for p in own.parameters() if not p.any()]:
+            nn.init.normal_(zeros, std=0.1)  # a head that starts at zero would hide all before it
+        (logits,) = logits_of([run(own, x[:2].detach().clone())], output)
+        values = logits.float().flatten()
+        weights = [p for p in own.parameters() if p.requires_grad]
+        if not values.requires_grad or not weights:
+            return values.detach(), values.new_zeros(0)
+        mixed = values @ torch.arange(len(values)).cos().to(values)  # no two logits may cancel
+        gradients = torch.autograd.grad(mixed, weights, allow_unused=True, materialize_grads=True)
+        return values.detach(), torch.cat([g.to_dense().float().flatten() for g in gradients])
 
 
 @contextmanager
 def _apart_from_all(x: Tensor) -> Iterator[None]:
-    """With gradients, and with the same random numbers each time, which then are as they were before."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    state: Any = numpy.random.get_state() if numpy else None
+    """With gradients, no one looking on, and the same random numbers each time; then all is as it was."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  networks draw from it
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
+        saved_tensors_hooks(lambda t: t, lambda t: t),  # not the caller's, who may be checkpointing
         torch.random.fork_rng([x.device] if x.is_cuda else []),
     ):
         torch.default_generator.manual_seed(0)
         if x.is_cuda:
             torch.cuda.default_generators[x.device.index].manual_seed(0)
         random.seed(0)
-        if numpy:
-            numpy.random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
         try:
             yield
         finally:
             random.setstate(python)
-            if numpy:
-                numpy.random.set_state(state)
+            np.random.set_state(numpy)  # noqa: NPY002

@@ -101,9 +101,9 @@ class OneStem(Ensemble):
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...), as `Ensemble.forward`."""
         checks.same_device("x", checks.inputs(x), next(self.parameters(), x))
-        self._check_cut(x)
+        self._check_cut(x, place=self.share_after or self.stem, frozen=self.freeze)
         ((h, _),) = self.run([partial(self._stem.stem, self.members[0], x)])
-        return super().forward(h, masks=masks, generator=generator)
+        return self._mixed(h, masks, generator)
 
     def train(self, mode: bool = True) -> Self:
         """Train or eval mode; a frozen stem stays in eval mode."""
@@ -120,10 +120,10 @@ class OneStem(Ensemble):
             # what is frozen is cut in eval mode once and for all
             self._stem = cut(first.eval(), self.stem) if self.freeze else split(first, self.stem)
         self._halves = [split(member, self.share_after, start=self.stem) for member in self.members]
-        self._checked = {True} if self.freeze else set()  # in train mode, what is frozen is not as it was
+        self._checked = set()
 
-    def _in_pieces(self, member: nn.Module, x: Tensor) -> Any:
-        return super()._in_pieces(member, self._stem.stem(member, x)[0])
+    def _in_pieces(self, m: int, member: nn.Module, x: Tensor) -> Any:
+        return super()._in_pieces(m, member, self._stem.stem(member, x)[0])
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key != "_stem"}

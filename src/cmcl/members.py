@@ -1,6 +1,7 @@
 """An ensemble's members: where they come from, and how their logits are found in what they return."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -45,6 +46,11 @@ def distinct(given: list[nn.Module]) -> list[nn.Module]:
                 "build a freshly initialised module for each (a function, not copies of one instance)."
             )
     return given
+
+
+def in_turn(calls: list[partial[Any]]) -> list[Any]:
+    """The results of independent calls, one after the other."""
+    return [call() for call in calls]
 
 
 def logits_of(returned: list[Any], output: Output | None) -> list[Tensor]:

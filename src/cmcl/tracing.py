@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, jit, nn
 from torch.utils._pytree import tree_map_only
@@ -19,6 +20,9 @@ from torch.utils._pytree import tree_map_only
 from . import checks
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_CONSTANTS = ("_tensor_constant", "_opaque_obj")  # as fx calls what is neither computed nor a weight
+_GENERATORS = (random.Random, torch.Generator, np.random.Generator)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ATTRIBUTES = ("", "_parameters", "_buffers", "_modules")  # dicts of a module's attributes; "": its own
 
 
@@ -104,7 +108,9 @@ def _problem(module: nn.Module) -> str | None:
         return None
     if "forward" in vars(module):
         return "its forward was replaced by another function"
-    return "it has forward hooks" if module._forward_hooks or module._forward_pre_hooks else None
+    if any(isinstance(value, _GENERATORS) for value in vars(module).values()):
+        return "it has a random generator of its own"
+    return "it has hooks" if any(getattr(module, hooks) for hooks in _HOOKS) else None
 
 
 def _check_plain(module: nn.Module) -> None:
@@ -115,20 +121,17 @@ def _check_plain(module: nn.Module) -> None:
 @contextmanager
 def _no_draws() -> Iterator[None]:
     """Refuses code that draws random numbers by itself: the trace would hold what came of them this once."""
-    generator, python, numpy = random_states()
+    before = _random_states()
     yield
-    now = random_states()
-    if not generator.equal(now[0]) or (python, numpy) != now[1:]:
+    if before != _random_states():
         raise TypeError("it draws random numbers in Python, which a trace would freeze")
 
 
-def random_states() -> tuple[torch.Tensor, Any, Any]:
-    """Of torch on the CPU, of Python, and of numpy, if it is in use."""
-    numpy = None
-    if "numpy" in sys.modules:
-        kind, values, *others = sys.modules["numpy"].random.get_state()
-        numpy = kind, values.tobytes(), others
-    return torch.get_rng_state(), random.getstate(), numpy
+def _random_states() -> tuple[Any, ...]:
+    """Of torch on the CPU, of Python and of numpy."""
+    state: Any = np.random.get_state()  # noqa: NPY002  such code draws from it
+    kind, values, *others = state
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), kind, values.tobytes(), others
 
 
 def _check_not_in_function() -> None:
@@ -151,7 +154,7 @@ def trace_calls(module: nn.Module, names: Sequence[str]) -> tuple[list[fx.Node],
     """The same, with what the tracer noted on its way."""
     name = names[-1] if names else ""
     graph, tracer, changed = _graph(module, name, names)
-    constants = {key for key in changed if key.startswith("_tensor_constant")}  # as fx calls them
+    constants = {key for key in changed if key.startswith(_CONSTANTS)}
     if assigned := sorted(set(changed) - constants):
         raise CannotCutError(
             module,
@@ -181,11 +184,16 @@ def _graph(module: nn.Module, name: str, names: Sequence[str]) -> tuple[fx.Graph
             _check_plain(module)
             with _put_back(module) as changed, torch.enable_grad(), _no_draws():
                 graph = tracer.trace(module, concrete_args=defaults)
-            return graph, tracer, changed
         except Exception as error:  # whatever the network's own code raises on symbolic values
             if tracer.failed is None or type(tracer.failed) in whole:
                 raise CannotCutError(module, name, f"torch.fx cannot trace it ({error})") from error
             whole[type(tracer.failed)] = error
+        else:
+            owners = {key: module.get_submodule(key.rpartition(".")[0]) for key in changed}
+            again = {type(owner): key for key, owner in owners.items() if owner is not module}
+            if again.keys() <= whole.keys():
+                return graph, tracer, changed
+            whole |= {kind: TypeError(f"its forward assigns {key!r}") for kind, key in again.items()}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ensemble import in_turn
+from ..members import in_turn
 
 Function = Callable[..., Any]
 

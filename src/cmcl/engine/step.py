@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .. import checks
 from ..adversarial import adversarial_logits
-from ..ensemble import Ensemble, in_turn
+from ..ensemble import Ensemble
+from ..members import in_turn
 from ..objectives import OracleLoss, confident_oracle_loss
 from ..recipe import Recipe
 from .lanes import Compiler, Lanes, first_line

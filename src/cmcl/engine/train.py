@@ -77,12 +77,19 @@ def fit(
     seeds = [seed] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(ensembles):
         raise ValueError(f"seed must give {len(ensembles)} numbers, one an ensemble. Got {len(seeds)}.")
-    for own in ensembles:
-        recipe = fitting(recipe, own)
+    recipe, *others = [fitting(recipe, own) for own in ensembles]
+    if any(other != recipe for other in others):
+        raise ValueError(
+            f"ensembles must share features alike. Got {', '.join(map(_sharing, (recipe, *others)))}."
+        )
     options = options or Options()
     with settings(options, seeds):
         run = Run(ensembles, train, test, recipe, seeds, options, task)
         return run.go(None if out is None else Path(out), resume)
+
+
+def _sharing(recipe: Recipe) -> str:
+    return f"probability {recipe.share_prob:g}" if recipe.sharing else "no sharing"
 
 
 class Run:
