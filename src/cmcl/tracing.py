@@ -46,9 +46,8 @@ class _Tracer(fx.Tracer):
     def __init__(self, names: Sequence[str], whole: Mapping[type[nn.Module], Exception]) -> None:
         super().__init__()
         self.names, self.whole = names, whole
-        self.ends: dict[
-            str, list[tuple[fx.Node, fx.Node]]
-        ] = {}  # of each call: its output, the last node then
+        # of each call of a submodule: its output, and the last node then
+        self.ends: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
         self.failed: nn.Module | None = None  # the innermost submodule in whose code tracing failed
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
