@@ -168,7 +168,7 @@ class TestTrain:
             (["--set", "lr=Infinity"], "lr must be a finite number. Got inf."),
             (["--device", "meta"], "Got 'meta'"),
             (["--set", "network=resnet21"], "Did you mean 'resnet20'?"),
-            (["--set", "preprocess=foo"], "Valid names: mean_std, gcn_zca."),
+            (["--set", "preprocess=foo"], "Valid names: mean_std, gcn, gcn_zca."),
             (["--set", "data=shapes"], "network cnn must fit the data shapes"),
             (["--budget", "0m"], "budget must be a time above 0, such as 90s, 25m or 1h30m. Got '0m'."),
         ],

@@ -20,7 +20,7 @@ class Recipe:
     """
 
     data: str | None = None  # name of a data set; None: the caller brings the data
-    preprocess: str | None = None  # name of a fitted transform, "gcn_zca" or "mean_std"
+    preprocess: str | None = None  # name of a transform: "gcn_zca", "gcn" or "mean_std"
     examples: int | None = None  # learn from so many only, drawn evenly from the classes; None: from all
     network: str | None = None  # name of a network of ours; None: the caller brings the ensemble
     network_options: Mapping[str, Any] = field(default_factory=dict)

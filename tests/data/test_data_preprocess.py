@@ -284,6 +284,8 @@ def test_presets_and_unknown_kinds():
         "scale": 55.0,
         "by": "norm",
     }
+    contrast = preprocess.PRESETS["gcn"]().fit(images()).transform(images())
+    torch.testing.assert_close(contrast.flatten(1).norm(dim=1), torch.full((len(contrast),), 55.0))
     with pytest.raises(ValueError, match="Got 'zcaa'. Did you mean 'zca'"):
         preprocess.build({"kind": "zcaa"})
 

@@ -37,6 +37,7 @@ __all__ = [
 KINDS: dict[str, type[Transform]] = {kind.kind: kind for kind in (GCN, ZCA, MeanStd, Chain)}
 PRESETS: dict[str, Callable[[], Transform]] = {
     "mean_std": MeanStd,
+    "gcn": GCN,
     "gcn_zca": lambda: Chain([GCN(), ZCA()]),  # the paper's CIFAR-10
 }
 
