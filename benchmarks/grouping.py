@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from engine import BATCH, CMCL, fast_kernels
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from cmcl import Ensemble, Options, networks
@@ -95,7 +95,7 @@ def measure(asked: argparse.Namespace, members: int, *, grouped: bool) -> float:
         return 1000 * seconds(run, step, asked.steps)
 
 
-def seconds(run: train.Run, step: nn.Module | Any, steps: int) -> float:
+def seconds(run: train.Run, step: Step | Captured, steps: int) -> float:
     """For one step, the mean of many after as many to warm up."""
     for _ in range(2):
         begun = time.perf_counter()

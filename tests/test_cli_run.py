@@ -112,7 +112,7 @@ class TestTrain:
             "0.1",
         ]
         process = subprocess.Popen(
-            [sys.executable, "-m", "cmcl.cli", *words],
+            [sys.executable, "-m", "cmcl", *words],
             env=os.environ | {"PYTHONPATH": source},
             stderr=subprocess.PIPE,
             text=True,

@@ -356,6 +356,9 @@ class TestSharing:
     def test_repeats_of_different_kinds(self):
         with pytest.raises(ValueError, match="ensembles must share features alike"):
             fit([small(), Ensemble(Small, M)], data(), recipe=self.OPEN, seed=[0, 1], options=QUIET)
+        several = [Ensemble(Small, M, share_after="stem", share_prob=prob) for prob in (0.5, 0.7)]
+        with pytest.raises(ValueError, match=r"Got probability 0.5, probability 0.7."):
+            fit(several, data(), recipe=self.OPEN, seed=[0, 1], options=QUIET)
 
     def test_adversarial_training_with_an_ensemble_that_shares(self):
         with pytest.raises(ValueError, match="adversarial training must go without sharing"):
@@ -849,22 +852,3 @@ def test_the_page_on_training_runs(tmp_path, monkeypatch):
     assert {"telemetry.jsonl", "checkpoints"} <= {
         path.name for path in (tmp_path / "runs" / "digits").iterdir()
     }
-
-
-def test_repeats_must_share_alike():
-    ensembles = [Ensemble(Alike, 2, share_after="a", share_prob=prob) for prob in (0.5, 0.7)]
-    examples = torch.randn(8, 4), torch.randint(3, (8,))
-    recipe = Recipe(members=2, overlap=1, steps=1, batch_size=4)
-    with pytest.raises(ValueError, match=r"must share features alike. Got probability 0.5, probability 0.7."):
-        cmcl.fit(
-            ensembles, examples, recipe=recipe, seed=[0, 1], options=cmcl.Options(device="cpu", quiet=True)
-        )
-
-
-class Alike(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.b(self.a(x).relu())

@@ -1,5 +1,0 @@
-"""`python -m cmcl.cli`: the command, where it is not installed."""
-
-from . import main
-
-main()
