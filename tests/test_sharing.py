@@ -69,11 +69,14 @@ def test_certain_and_impossible_masks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prob", [0.1, 0.7])
 def test_rate_and_independence_of_the_masks(prob, dtype):
-    """Powers of two for features: which masks were drawn can be read off the sum, exactly."""
+    """Powers of two for features: which masks were drawn can be read off the sum, exactly.
+
+    Six members, five masks each: more than one random number makes.
+    """
     shape = (50, 8, 10, 10)  # 40,000 values: the standard error of a rate is below 0.0025
-    h = [torch.full(shape, float(2**n), dtype=dtype) for n in range(4)]
+    h = [torch.full(shape, float(2**n), dtype=dtype) for n in range(6)]
     mixed = share_features(h, prob=prob, generator=torch.Generator().manual_seed(0))
-    masks = {(n, m): (mixed[m].long() >> n) & 1 for m in range(4) for n in range(4) if n != m}
+    masks = {(n, m): (mixed[m].long() >> n) & 1 for m in range(6) for n in range(6) if n != m}
     for mask in masks.values():
         for axes in [(0, 1, 2, 3), (1, 2, 3), (0, 2, 3), (0, 1)]:  # overall, per example, channel, position
             rate = mask.double().mean(axes)

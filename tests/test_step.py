@@ -159,9 +159,10 @@ def plain_training(members, optimizer, recipe, *, seed, clip=None):
         features = [member.stem(images[index]) for member in members]
         mixed = []
         for m, own in enumerate(features):
-            for n, h in enumerate(features):
-                if n != m:
-                    own = own + h * (torch.rand(h.shape) < 0.7)
+            numbers = torch.randint(1 << 60, own.shape)  # of which each mask takes the next 15 bits
+            for h in features[:m] + features[m + 1 :]:
+                own = own + h * (numbers.remainder(32768) < 22938)
+                numbers = numbers.div(32768, rounding_mode="floor")
             mixed.append(own)
         logits = [member.trunk(h) for member, h in zip(members, mixed, strict=True)]
         loss = plain_loss(logits, targets[index], recipe.beta, recipe.overlap, recipe.samples)

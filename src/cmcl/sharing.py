@@ -4,6 +4,7 @@ M members, B batch; a member's features h are (B, ...), of one shape for all mem
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,16 +24,13 @@ def share_features(
 ) -> list[Tensor]:
     """What each member goes on with: h_m + sum over n != m of mask_nm * h_n.
 
-    Masks are Bernoulli(prob), one per example, position, channel and ordered pair (n, m). Nothing is
-    rescaled, and gradients flow into the other members' stems.
+    Masks are Bernoulli(prob) per value and ordered pair, not rescaled; gradients reach the others' stems.
 
     Args:
         features: the members' features, M tensors (B, ...) of one shape.
         prob: lambda of the paper, the probability that a value is passed on.
-        mode: "sampled" draws the masks; "expected" puts `prob` in their place, deterministic;
-            "off" leaves each member alone.
-        masks: drawn masks to use instead, (M, M, B, ...) boolean: masks[n, m] is what reaches m of n's
-            features. The diagonal is not read.
+        mode: "sampled" draws masks; "expected" puts `prob` in their place; "off" leaves each member alone.
+        masks: (M, M, B, ...) boolean, to use instead: masks[n, m] is what m gets of n. n = m is not read.
         generator: source of the masks. It does not pass through torch.compile.
 
     Returns:
@@ -45,15 +43,17 @@ def share_features(
         return list(features)
     mixed = []
     for m, own in enumerate(features):
-        for n, h in enumerate(features):
-            if n != m:  # one mask at a time, so that memory stays small
-                own = own + h * (_mask(h, prob, mode, generator) if masks is None else masks[n, m])
+        others = [n for n in range(len(features)) if n != m]
+        given = None if masks is None else [masks[n, m] for n in others]
+        for n, mask in zip(others, given or _masks(own, len(others), prob, mode, generator), strict=True):
+            own = own + features[n] * mask
         mixed.append(own)
     return mixed
 
 
-def _mask(h: Tensor, prob: float, mode: str, generator: torch.Generator | None) -> Tensor | float:
+def _masks(h: Tensor, count: int, prob: float, mode: str, generator: torch.Generator | None) -> list[Any]:
     if mode == "expected":
-        return prob
-    # float32 whatever the features are: bf16 has too few values below 1 for a rate of 0.7
-    return torch.rand(h.shape, device=h.device, dtype=torch.float32, generator=generator) < prob
+        return [prob] * count
+    # Drawing is what sharing costs, so 60 random bits make four masks; 15 bits meet prob to 1 in 32,768.
+    bits = [torch.randint(2**60, h.shape, device=h.device, generator=generator) for _ in range(0, count, 4)]
+    return [(bits[n // 4] >> 15 * (n % 4)) % 2**15 < round(prob * 2**15) for n in range(count)]
