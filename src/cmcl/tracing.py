@@ -60,7 +60,7 @@ class _Tracer(fx.Tracer):
             self.failed = m if self.failed is None else self.failed
             raise
         if isinstance(output, fx.Proxy):
-            end = output.node, next(reversed(self.graph.nodes))
+            end = output.node, next(iter(reversed(self.graph.nodes)))  # torch 2.11 needs iter
             self.ends.setdefault(self.path_of_module(m), []).append(end)
         return output
 

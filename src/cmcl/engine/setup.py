@@ -116,8 +116,11 @@ def compiler_settings() -> Iterator[None]:
     backward pass is compiled with the forward pass, so that what fails there, too, can run uncompiled; it may
     not reuse what is saved for it, because adversarial training goes back twice.
     """
-    eager = torch._functorch.config.patch(force_non_lazy_backward_lowering=True, donated_buffer=False)
-    with torch._dynamo.config.patch(recompile_limit=256), eager:
+    from torch._dynamo import config as dynamo  # slow to import, and not there before the first compilation
+    from torch._functorch import config as functorch
+
+    eager = functorch.patch(force_non_lazy_backward_lowering=True, donated_buffer=False)
+    with dynamo.patch(recompile_limit=256), eager:
         yield
 
 
