@@ -3,8 +3,8 @@
     python benchmarks/grouping.py --network resnet20 [--members 5 25] [--inductor combo_kernels=True]
 
 Both rows are the engine's own captured step of an independent ensemble; grouped, torch.vmap runs one member's
-code over the stacked weights of all, which turns its convolutions into grouped ones. An experiment: the
-engine itself has streams only.
+code over the stacked weights of all, which turns its convolutions into grouped ones. Its batch normalisation
+is written out, because vmap does not follow cuDNN's. An experiment: the engine itself has streams only.
 
 M members, B batch.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from engine import BATCH, CMCL, fast_kernels
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from cmcl import Ensemble, Options, networks
@@ -31,12 +31,43 @@ from cmcl.engine.step import Captured, Step, captured
 from cmcl.experiments.environment import commit, device_name, versions
 
 
+class PlainNorm(nn.Module):
+    """Batch normalisation in training mode, in operations that vmap knows."""
+
+    def __init__(self, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps, self.momentum = norm.weight, norm.bias, norm.eps, norm.momentum
+        for name, buffer in norm.named_buffers():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Statistics in float32, whatever x is."""
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        mean, variance = wide.mean((0, 2, 3)), wide.var((0, 2, 3), correction=0)
+        n = x.numel() / x.shape[1]
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * (n / (n - 1)), self.momentum)
+            self.num_batches_tracked.add_(1)
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return (wide * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(x.dtype)
+
+
+def with_plain_norms(module: nn.Module) -> nn.Module:
+    """The module, its batch normalisations written out."""
+    for name, child in module.named_children():
+        setattr(
+            module, name, PlainNorm(child) if isinstance(child, nn.BatchNorm2d) else with_plain_norms(child)
+        )
+    return module
+
+
 class Grouped:
     """Calls of alike members as one call, instead of `Lanes`."""
 
     def __init__(self, ensemble: Ensemble, compiler: Compiler | None) -> None:
         members = list(ensemble.members)
-        self.one = copy.deepcopy(members[0])  # its code, with weights from outside
+        self.one = with_plain_norms(copy.deepcopy(members[0]))  # its code, with weights from outside
         self.parameters = [dict(member.named_parameters()) for member in members]
         self.buffers = [dict(member.named_buffers()) for member in members]
         self.whole = compiler(self._whole) if compiler else self._whole
