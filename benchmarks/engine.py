@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 import cmcl.engine.step
 from cmcl import Ensemble, Options, Recipe, networks
+from cmcl.engine.capture import Captured
 from cmcl.engine.setup import settings
-from cmcl.engine.step import Captured, Step
+from cmcl.engine.step import Step
 from cmcl.engine.train import Run
 
 BATCH = {"resnet20": 128, "vggnet17": 128, "cnn": 64}

@@ -25,9 +25,10 @@ from torch.func import functional_call
 
 from cmcl import Ensemble, Options, networks
 from cmcl.engine import train
+from cmcl.engine.capture import Captured, captured
 from cmcl.engine.lanes import Compiler
 from cmcl.engine.setup import settings
-from cmcl.engine.step import Captured, Step, captured
+from cmcl.engine.step import Step
 from cmcl.experiments.environment import commit, device_name, versions
 
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cmcl import Ensemble, Options, Recipe, fit
 from cmcl.adversarial import adversarial_logits
 
+EPSILON = torch.tensor(0.1)
 QUIET = Options(quiet=True)
 RECIPE = Recipe(method="ie", members=2, steps=10, batch_size=8, lr=0.05, adversarial=0.1)
 
@@ -80,6 +81,56 @@ class TestLogits:
         (member(x).sum() + member(attack(member, x, y, 0.1)).sum()).backward()
         torch.testing.assert_close(ours, member.first.weight.grad)
         assert x.grad is None
+
+
+class TestAnyNetworkAnyTask:
+    """What trains without an attack trains with it."""
+
+    def test_logits_in_a_dict(self):
+        class Named(Net):
+            def forward(self, x):
+                return {"features": x, "logits": super().forward(x)}
+
+        torch.manual_seed(0)
+        named, (x, y) = Ensemble(Named, 2, output=lambda out: out["logits"]), data()
+        for ours, theirs in zip(
+            *(adversarial_logits(e, x, y, EPSILON) for e in (named, build())), strict=True
+        ):
+            assert ours.equal(theirs)
+
+    def test_pixels_to_ignore(self):
+        """An image (2, 5) under a 1x1 convolution: a pixel's attack is its own, and none where it is ignored."""
+        ensemble = Ensemble(lambda: nn.Conv2d(3, 4, 1), 2)
+        x, y = torch.randn(6, 3, 2, 5), torch.randint(4, (6, 2, 5))
+        y[:, 0, :3] = 255
+        clean, attacked = adversarial_logits(ensemble, x, y, EPSILON, ignore_index=255)
+        assert attacked[..., 0, :3].equal(clean[..., 0, :3])
+        for m, member in enumerate(ensemble.members):
+            loss = F.cross_entropy(attacked[m], y, ignore_index=255)
+            assert loss > F.cross_entropy(clean[m], y, ignore_index=255)
+            own = x.clone().requires_grad_()
+            F.cross_entropy(member(own), y, ignore_index=255).backward()
+            torch.testing.assert_close(attacked[m], member(x + EPSILON * own.grad.sign()))
+
+    def test_soft_targets(self):
+        ensemble, (x, y) = build(), data()
+        soft = 0.8 * F.one_hot(y, 3) + 0.2 * torch.rand(16, 3).softmax(1)
+        _, attacked = adversarial_logits(ensemble, x, soft, EPSILON, task=soft_cross_entropy)
+        for m, member in enumerate(ensemble.members):
+            torch.testing.assert_close(attacked[m], member(attack(member, x, soft, EPSILON)))
+
+    def test_the_attack_is_on_the_task(self):
+        """Of a task that wants the loss large, the attack makes it small."""
+        ensemble, (x, y) = build(), data()
+        _, worse = adversarial_logits(ensemble, x, y, -EPSILON)
+        _, ours = adversarial_logits(
+            ensemble, x, y, EPSILON, task=lambda z, y: -F.cross_entropy(z, y, reduction="none")
+        )
+        torch.testing.assert_close(ours, worse)
+
+
+def soft_cross_entropy(logits, targets):
+    return F.cross_entropy(logits, targets, reduction="none")
 
 
 def plain_training(ensemble, recipe, x, y):

@@ -228,6 +228,10 @@ def become_a_folder(path):
     path.mkdir()
 
 
+def fail_with(number, path):
+    raise OSError(number, os.strerror(number), str(path))
+
+
 DAMAGES = [truncate, flip_first, flip_last, empty, become_foreign, become_another_programs, become_a_folder]
 
 
@@ -276,15 +280,28 @@ class TestDamage:
         checkpoints = Checkpoints(tmp_path)
         for path in save(checkpoints, 1, 2):
             truncate(path)
-        with pytest.warns(UserWarning, match="No whole checkpoint is left") as caught:
-            assert checkpoints.latest() is None
-        assert len(caught) == 2
+        before = names(tmp_path)
+        with pytest.raises(
+            ValueError, match=r"All are damaged \(step-00000002.*; step-00000001.* To begin anew"
+        ):
+            checkpoints.latest()
+        assert names(tmp_path) == before
+
+    def test_a_disk_that_fails_is_no_damage(self, tmp_path, monkeypatch):
+        """It may be back in a minute: nothing may be removed or begun anew until then."""
+        checkpoints = Checkpoints(tmp_path)
+        save(checkpoints, 1, 2)
+        with monkeypatch.context() as failing:
+            failing.setattr(Path, "read_bytes", lambda path: fail_with(errno.EIO, path))
+            with pytest.raises(OSError, match="step-00000002"):
+                checkpoints.latest()
+        assert_is(checkpoints.latest(), 2)
 
     def test_never_unpickled(self, tmp_path):
         data = b"cos\nsystem\n(S'touch hacked'\ntR."
         (tmp_path / f"step-00000001-{sha256(data).hexdigest()[:12]}.safetensors").write_bytes(data)
-        with pytest.warns(UserWarning, match="is damaged"):
-            assert Checkpoints(tmp_path).latest() is None
+        with pytest.raises(ValueError, match="All are damaged"):
+            Checkpoints(tmp_path).latest()
         assert not Path("hacked").exists()
 
 

@@ -23,11 +23,12 @@ from torch import nn
 
 from cmcl import Ensemble, Options, Recipe, fit
 from cmcl.engine import Diverged, Interrupted
+from cmcl.engine.capture import Captured
 from cmcl.engine.checkpoint import Checkpoints
 from cmcl.engine.optimizer import set_lr
 from cmcl.engine.source import Resident
 from cmcl.engine.state import State
-from cmcl.engine.step import Captured, Step
+from cmcl.engine.step import Step
 from cmcl.networks import NETWORKS, resnet20
 from helpers import only_our_warnings
 

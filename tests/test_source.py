@@ -155,11 +155,10 @@ class TestLoaded:
         assert not same(draw(make(), 2), whole)
         assert not same(draw(make(seed=1), 1), whole)
 
-    def test_all_repeats_see_one_batch(self):
-        source = loaded()
-        source.begin(0, 0)
-        source.feed()
-        assert source.batch(0)[0] is source.batch(1)[0]
+    def test_several_seeds_need_orders_of_their_own(self):
+        loader = DataLoader(TensorDataset(torch.zeros(4, 2), torch.zeros(4)), 2)
+        with pytest.raises(TypeError, match="train must be tensors for several seeds at once"):
+            Loaded(loader, [0, 1], torch.device("cpu"))
 
     def test_empty(self):
         with pytest.raises(ValueError, match="train must hold at least one batch. Got an empty DataLoader."):

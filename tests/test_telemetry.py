@@ -4,7 +4,10 @@ import io
 import json
 import math
 import re
+import resource
+import subprocess
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from cmcl.engine import telemetry
 from cmcl.engine.checkpoint import DiskFullError
 from cmcl.engine.telemetry import DeadMembers, Progress, Telemetry
+from cmcl.files import replacing
 
 ROW = {"epoch": 3, "loss": 1.23456, "lr": 0.05, "images_per_second": 51234.5, "top1": 10.181, "oracle": 3.83}
 
@@ -23,9 +27,9 @@ def epochs(path):
 @pytest.fixture
 def written(tmp_path):
     path = tmp_path / "run" / "telemetry.jsonl"
-    with Telemetry(path) as told:
-        for epoch in range(1, 6):
-            told.write({"epoch": epoch, "loss": 1 / epoch})
+    told = Telemetry(path)
+    for epoch in range(1, 6):
+        told.write({"epoch": epoch, "loss": 1 / epoch})
     return path
 
 
@@ -44,9 +48,9 @@ class TestLines:
 
     def test_no_path_no_file(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        with Telemetry(None) as told:
-            told.rewind(0)
-            told.write(ROW)
+        told = Telemetry(None)
+        told.rewind(0)
+        told.write(ROW)
         assert not list(tmp_path.iterdir())
 
     def test_numbers_that_json_does_not_have(self, tmp_path):
@@ -114,92 +118,132 @@ class TestRewind:
         assert list(written.parent.iterdir()) == [written]
 
 
-class FakeWriter:
-    """What the tests need of torch.utils.tensorboard.SummaryWriter."""
-
-    def __init__(self, folder, purge_step=None):
-        self.folder, self.purge_step = folder, purge_step
-        self.scalars, self.closed = {}, False
-
-    def add_scalar(self, name, value, step):
-        assert isinstance(step, int)
-        self.scalars[name, step] = value
-
-    def flush(self):
-        pass
-
-    def close(self):
-        self.closed = True
+def test_opening_removes_what_a_kill_left(written):
+    rewinding = replacing(written)
+    part = rewinding.__enter__()  # and no exit
+    part.write_text("half")
+    other = written.parent / ".other.jsonl.x.part"
+    other.touch()
+    Telemetry(written)
+    assert sorted(written.parent.iterdir()) == [other, written]
+    assert epochs(written) == [1, 2, 3, 4, 5]
 
 
+def shown(folder):
+    """What TensorBoard reads from its folder: {(name, step): value}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        (name, event.step): event.value for name in events.Tags()["scalars"] for event in events.Scalars(name)
+    }
+
+
+def write_many(folder):
+    told = Telemetry(None, tensorboard=folder)
+    for epoch in range(1, 1000):
+        told.write({"epoch": epoch, "wins": [0.5] * 100})
+
+
+@contextmanager
+def small_disk(folder):
+    try:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+@contextmanager
+def small_files(folder):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.filterwarnings("ignore")  # what TensorBoard's own imports say is not ours to mend
 class TestTensorBoard:
-    @pytest.fixture
-    def writers(self, monkeypatch):
-        made = []
+    @pytest.fixture(autouse=True)
+    def installed(self):
+        pytest.importorskip("tensorboard")
 
-        def make(*arguments, **options):
-            made.append(FakeWriter(*arguments, **options))
-            return made[-1]
-
-        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
-        return made
-
-    def test_scalars_only_and_by_name(self, writers, tmp_path):
-        with Telemetry(None, tensorboard=tmp_path / "board") as told:
-            told.write(
-                {
-                    "epoch": 2,
-                    "loss": 0.5,
-                    "wins": [0.25, 0.75],
-                    "parts": {"task": 1, "kl": [2.0]},
-                    "name": "7",
-                    "warm": True,
-                    "top1": None,
-                }
-            )
-        assert writers[0].scalars == {
+    def test_scalars_only_and_by_name(self, tmp_path):
+        told = Telemetry(None, tensorboard=tmp_path / "runs" / "board")
+        told.write(
+            {
+                "epoch": 2,
+                "loss": 0.5,
+                "wins": [0.25, 0.75],
+                "parts": {"task": 1, "kl": [2.0]},
+                "name": "7",
+                "warm": True,
+                "top1": None,
+            }
+        )
+        assert shown(tmp_path / "runs" / "board") == {
             ("loss", 2): 0.5,
             ("wins/0", 2): 0.25,
             ("wins/1", 2): 0.75,
             ("parts/task", 2): 1,
             ("parts/kl/0", 2): 2.0,
         }
-        assert writers[0].folder == str(tmp_path / "board")
-        assert writers[0].closed
 
-    def test_repeats_are_told_apart(self, writers, tmp_path):
+    def test_repeats_are_told_apart(self, tmp_path):
         told = Telemetry(None, tensorboard=tmp_path)
         for seed in (0, 1):
             told.write({"epoch": 1, "seed": seed, "loss": float(seed)})
-        assert writers[0].scalars == {("seed-0/loss", 1): 0.0, ("seed-1/loss", 1): 1.0}
+        assert shown(tmp_path) == {("seed-0/loss", 1): 0.0, ("seed-1/loss", 1): 1.0}
 
-    def test_a_part_of_an_epoch_counts_up(self, writers, tmp_path):
+    def test_a_part_of_an_epoch_counts_up(self, tmp_path):
         Telemetry(None, tensorboard=tmp_path).write({"epoch": 2.5, "loss": 1.0})
-        assert writers[0].scalars == {("loss", 3): 1.0}
+        assert shown(tmp_path) == {("loss", 3): 1.0}
 
-    def test_rewinding_hides_what_came_after(self, writers, tmp_path):
-        Telemetry(None, tensorboard=tmp_path).rewind(4)
-        assert [(writer.purge_step, writer.closed) for writer in writers] == [(None, True), (5, False)]
+    def test_numbers_that_json_does_not_have(self, tmp_path):
+        Telemetry(None, tensorboard=tmp_path).write({"epoch": 1, "loss": math.inf})
+        assert shown(tmp_path) == {("loss", 1): math.inf}
+
+    @pytest.mark.parametrize("resumed", [False, True])
+    def test_rewinding_hides_what_came_after(self, tmp_path, resumed):
+        told = Telemetry(None, tensorboard=tmp_path)
+        for epoch in (1, 2, 3, 4):
+            told.write({"epoch": epoch, "wins": [0.5, epoch]})
+        told = Telemetry(None, tensorboard=tmp_path) if resumed else told
+        told.rewind(2.5)
+        assert {step for _, step in shown(tmp_path)} == {1, 2}
+        told.write({"epoch": 3, "wins": [0.5, 33.0]})
+        rows = shown(tmp_path)
+        assert {step: rows[name, step] for name, step in rows if name == "wins/1"} == {1: 1, 2: 2, 3: 33}
 
     def test_not_installed(self, monkeypatch, tmp_path):
-        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
         with pytest.raises(ImportError, match="Install it with: pip install tensorboard"):
             Telemetry(None, tensorboard=tmp_path)
 
-    @pytest.mark.filterwarnings("ignore")  # what TensorBoard's own imports say is not ours to mend
-    def test_the_real_one(self, tmp_path):
-        pytest.importorskip("tensorboard")
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    @pytest.mark.parametrize("room", [small_disk, small_files])
+    @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_full_disk(self, tmp_path, room):
+        """The row that does not fit is an error of its own `write`; those before it can be read."""
+        with room(tmp_path):
+            with pytest.raises(DiskFullError, match=r"events.out.tfevents.* must fit .*Free some space"):
+                write_many(tmp_path)
+            steps = {step for _, step in shown(tmp_path)}
+            assert steps == set(range(1, len(steps) + 1))
+            assert 10 < len(steps) < 100  # of some 2 kB each
 
-        with Telemetry(None, tensorboard=tmp_path) as told:
-            for epoch in (1, 2, 3):
-                told.write({"epoch": epoch, "wins": [0.5, epoch]})
-            told.rewind(2)
-            told.write({"epoch": 3, "wins": [0.5, 33.0]})
-        events = EventAccumulator(str(tmp_path))
-        events.Reload()
-        assert events.Tags()["scalars"] == ["wins/0", "wins/1"]
-        assert [(event.step, event.value) for event in events.Scalars("wins/1")] == [(1, 1), (2, 2), (3, 33)]
+    def test_a_disk_full_from_the_start(self, tmp_path):
+        with small_disk(tmp_path):
+            with pytest.raises(OSError, match="No space"):
+                (tmp_path / "other").write_bytes(bytes(100_000))
+            with pytest.raises(DiskFullError, match="events.out.tfevents"):
+                Telemetry(None, tensorboard=tmp_path)
 
 
 class TestDeadMembers:

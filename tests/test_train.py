@@ -244,6 +244,16 @@ class TestDeadMembers:
         )
         assert "Try a larger overlap" in told
 
+    def test_it_sounds_again_in_the_next_run(self):
+        """Python tells an equal warning from one line only once in a process."""
+        images, _ = data()
+        recipe = Recipe(members=2, epochs=3, batch_size=B, lr=0.1)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("default")
+            for _ in range(2):
+                fit(self.build(), (images, torch.arange(N) % 3), recipe=recipe, seed=9, options=QUIET)
+        assert len([w for w in seen if "won under a tenth" in str(w.message)]) == 2
+
     def test_not_while_it_warms_up(self):
         dead, _ = self.run(warm_start=2)
         assert dead == [None, None, None, None, [1], None]
@@ -497,7 +507,9 @@ class TestDivergence:
         ensemble = poisoned(7, value)
         with pytest.raises(Diverged) as error:
             fit(ensemble, data(), recipe=recipe, seed=2, out=tmp_path / "a", options=ALWAYS)
-        text = "seed 2: the loss of member [1] is NaN or infinite at step 7, with lr 0.005. "
+        text = (
+            "seed 2: the loss of member [1], or its gradient, is NaN or infinite at step 7, with lr 0.005. "
+        )
         assert str(error.value).startswith(text)
         assert "Try a smaller lr" in str(error.value)
         clean = poisoned(99)
@@ -526,7 +538,7 @@ class TestDivergence:
         assert Checkpoints(tmp_path / "checkpoints").latest().step == 7
 
     def test_all_repeats_stop_and_the_seed_is_named(self):
-        with pytest.raises(Diverged, match=r"seed 4: the loss of member \[2\] .* at step 3"):
+        with pytest.raises(Diverged, match=r"seed 4: the loss of member \[2\],.* at step 3"):
             fit([poisoned(99), poisoned(3, member=2)], data(), recipe=APART, seed=[3, 4], options=QUIET)
 
 
@@ -567,12 +579,26 @@ class TestResume:
         assert identical(weights(ensemble), whole[0])
         assert told(tmp_path) == whole[1]
 
-    def test_asked_to_stop_in_the_last_step_it_is_done(self, whole, tmp_path):
-        ensemble = small()
-        with before_step(19, interrupt):
-            go(tmp_path, ensemble=ensemble)
+    def test_asked_to_stop_in_the_last_step(self, whole, tmp_path):
+        """The run is done, and whoever called it hears of the signal."""
+        assert "stopped by SIGINT at step 20 of 20" in stopped(tmp_path, 19)
+        ensemble = go(tmp_path, resume=True)
         assert identical(weights(ensemble), whole[0])
         assert told(tmp_path) == whole[1]
+
+    def test_asked_to_stop_while_the_end_is_saved(self, whole, tmp_path, monkeypatch):
+        save = Checkpoints.save
+
+        def saved(self, step, *arguments):
+            if step == 20:
+                interrupt()
+            return save(self, step, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "save", saved)
+            with pytest.raises(Interrupted, match="at step 20 of 20"):
+                go(tmp_path, ensemble=small())
+        assert identical(weights(go(tmp_path, resume=True)), whole[0])
 
     def test_sigterm(self, whole, tmp_path):
         assert "stopped by SIGTERM at step 4" in stopped(
@@ -725,10 +751,11 @@ class TestDamage:
     def test_nothing_is_left(self, whole, tmp_path):
         stopped(tmp_path, 12)
         self.damage(tmp_path)
-        with pytest.warns(UserWarning, match="No whole checkpoint is left"):
-            ensemble = go(tmp_path, resume=True, ensemble=small())
-        assert identical(weights(ensemble), whole[0])
-        assert told(tmp_path) == whole[1]
+        rows = told(tmp_path)
+        for resume in (True, False):
+            with pytest.raises(ValueError, match="All are damaged .* name another folder"):
+                go(tmp_path, resume=resume)
+        assert told(tmp_path) == rows
 
 
 class TestFullDisk:

@@ -23,7 +23,7 @@ def demo(
     out: str | Path,
     *,
     segmentation: bool = False,
-    seed: int = 0,
+    seed: int = 3,
     quiet: bool = False,
     say: Callable[[str], Any] = lambda line: None,
 ) -> dict[str, Any]:
@@ -32,7 +32,8 @@ def demo(
     Args:
         out: folder of the run folders and of the page. What is finished there is only measured again.
         segmentation: on drawn scenes, instead of handwritten digits.
-        seed: of weights, data order, masks and labels.
+        seed: of weights, data order, masks and labels. Of 0 to 4, on which the recipes were chosen, 3 is
+            the one in the middle by how far CMCL is below IE on the digits.
         quiet: no progress bars.
         say: gets a line of text before and after each training.
 

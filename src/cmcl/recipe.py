@@ -74,6 +74,12 @@ class Recipe:
             (0 <= self.beta < math.inf, "beta must be a finite number, 0 or more", self.beta),
             (self.samples >= 1, "samples must be 1 or more", self.samples),
             (0 <= self.share_prob <= 1, "share_prob must be between 0 and 1", self.share_prob),
+            (_whole(self.warm_start), "warm_start must be a whole number of epochs", self.warm_start),
+            (
+                all(when > 0 and (isinstance(when, int) or when < 1) for when, _ in self.drops),
+                "drops must happen at a step, a whole number, or at a share of the run, below 1",
+                self.drops,
+            ),
             (0 <= self.validation < 1, "validation must be at least 0 and below 1", self.validation),
             (self.batch_size >= 1, "batch_size must be 1 or more", self.batch_size),
             (self.accumulate >= 1 and divides, "accumulate must divide batch_size", self.accumulate),
@@ -148,6 +154,10 @@ class Recipe:
             values.pop("warm_start", None)
             del values["beta"]
         return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _whole(number: object) -> bool:
+    return isinstance(number, int) and number >= 0
 
 
 def _must(holds: bool, rule: str, got: object) -> None:

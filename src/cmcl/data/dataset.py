@@ -1,9 +1,10 @@
-"""`Dataset`: the one value that every loader returns, and the stratified split of it.
+"""`Dataset`: the one value that every loader returns, and even parts of it.
 
 N images, C channels, H x W pixels.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -83,6 +84,21 @@ def split_validation(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[
         raise ValueError(message)
     train, validation = dataset.subset(kept), dataset.subset(held, split="validation")
     return _with_part(dataset, train, fraction, seed), _with_part(dataset, validation, fraction, seed)
+
+
+def few(train: Dataset, count: int) -> Dataset:
+    """So many of the images, drawn evenly from the classes (or groups); the same ones for every seed."""
+    if count > len(train):
+        raise ValueError(f"recipe.examples must be at most {len(train)}, the whole set. Got {count}.")
+    strata: Sequence[Any] = train.targets.tolist() if train.targets.ndim == 1 else train.groups or ()
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    taken: Counter[Any] = Counter()
+    turn = {}  # how many of its class come before it
+    for i in order:
+        kind = strata[i] if strata else None
+        turn[i] = taken[kind]
+        taken[kind] += 1
+    return train.subset(sorted(sorted(order, key=turn.__getitem__)[:count]))
 
 
 def _with_part(whole: Dataset, part: Dataset, fraction: float, seed: int) -> Dataset:

@@ -1,7 +1,8 @@
 """The training engine: one step, run eagerly on a CPU or captured on a GPU, and a loop that loses nothing."""
 
+from .keeper import Interrupted
 from .scoring import evaluate
 from .setup import Options
-from .train import Diverged, Interrupted, Result, fit
+from .train import Diverged, Result, fit
 
 __all__ = ["Diverged", "Interrupted", "Options", "Result", "evaluate", "fit"]

@@ -78,21 +78,28 @@ class Checkpoints:
         return path
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, or None; each damaged one before it is a warning."""
+        """The newest checkpoint that is whole, None if there is none; each damaged one is a warning.
+
+        If all are damaged, or one cannot be read, that is an error: to begin anew would remove them.
+        """
         damaged: dict[Path, str] = {}
-        found = None
         for path in reversed(self._paths()):
             try:
                 found = _read(path)
-            except (OSError, ValueError, SafetensorError) as error:
+            except (IsADirectoryError, ValueError, SafetensorError) as error:  # a failing disk is no damage
                 damaged[path] = str(error)
-            else:
-                break
-        self._damaged |= damaged.keys()
-        instead = f"Using {path.name} instead." if found else "No whole checkpoint is left to use instead."
-        for bad, reason in damaged.items():
-            warnings.warn(f"{bad} is damaged: {reason}. {instead}", stacklevel=2)
-        return found
+                continue
+            self._damaged |= damaged.keys()
+            for bad, reason in damaged.items():
+                warnings.warn(f"{bad} is damaged: {reason}. Using {path.name} instead.", stacklevel=2)
+            return found
+        if damaged:
+            listed = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
+            raise ValueError(
+                f"one checkpoint in {self.folder} must be whole. All are damaged ({listed}). To begin anew, "
+                "remove them, or name another folder."
+            )
+        return None
 
     def _paths(self) -> list[Path]:
         """Oldest first; of two at one step (a kill before the older was removed) the one written first."""
@@ -219,7 +226,8 @@ class Interrupt:
     """While active, SIGINT and SIGTERM only ask to stop, so that the loop can end its step and save.
 
     A second SIGINT raises KeyboardInterrupt at once. Signals reach the main thread alone: in any other
-    this does nothing.
+    this does nothing. A signal to a whole group of processes ends a DataLoader's workers, too; torch would
+    tell of that by an exception wherever the loop is, so from then on it is not told.
     """
 
     def __init__(self) -> None:
@@ -243,3 +251,5 @@ class Interrupt:
         if self.name == name == "SIGINT":
             raise KeyboardInterrupt
         self.asked, self.name = True, name
+        if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) is not None:
+            self._previous.setdefault(signal.SIGCHLD, signal.signal(signal.SIGCHLD, lambda *_: None))

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from ..ensemble import Ensemble
 from ..recipe import Recipe
@@ -13,10 +14,12 @@ from ..recipe import Recipe
 def make_optimizer(ensembles: Sequence[Ensemble], recipe: Recipe) -> torch.optim.Optimizer:
     """The recipe's optimiser over all members, its state ready and on the device, its lr a tensor on CUDA.
 
-    Weight decay falls on the weights of convolutions and linear layers only.
+    Weight decay falls on the weights of convolutions and linear layers only; where such a weight is computed
+    (spectral or weight normalisation, pruning), on the parameters it is computed from, except magnitudes.
     """
     modules = [module for ensemble in ensembles for module in ensemble.modules()]
-    weights = {id(m.weight) for m in modules if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)}
+    layers = [m for m in modules if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]
+    weights = {id(p) for layer in layers for p in _behind_weight(layer)}
     learning = {id(p): p for e in ensembles for p in e.parameters() if p.requires_grad}
     if not learning:
         raise ValueError("an ensemble must have weights that learn. Got none with requires_grad=True.")
@@ -40,6 +43,17 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
+
+
+def _behind_weight(layer: nn.Module) -> list[nn.Parameter]:
+    """A layer's weight, or what it is computed from, but not the magnitude of weight normalisation."""
+    if not parametrize.is_parametrized(layer, "weight"):
+        names = ("weight", "weight_v", "weight_orig")  # _v: older weight_norm; _orig: spectral_norm, prune
+        return [p for name, p in layer.named_parameters(recurse=False) if name in names]
+    originals: Any = layer.get_submodule("parametrizations.weight")
+    if isinstance(originals[0], parametrizations._WeightNorm):
+        return [originals.original1]
+    return list(originals.parameters(recurse=False))
 
 
 def _ready(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

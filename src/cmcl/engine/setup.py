@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from .. import checks
 from ..data.batches import epoch_seed
-from ..data.dataset import Dataset, split_validation
+from ..data.dataset import Dataset, few, split_validation
 from ..data.steps import MeanStd
 from ..ensemble import Ensemble
 from ..modes import keep_modes
@@ -100,7 +100,8 @@ def settings(options: Options, seeds: Sequence[int]) -> Iterator[None]:
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"the GPU's memory must hold the data, all members and one batch. {error} Lower batch_size "
-                "or members, raise accumulate, train fewer seeds together, or pass a DataLoader."
+                "or members, raise accumulate, train fewer seeds together, or pass a DataLoader; at the end "
+                "of an epoch, lower Options.evaluation_batch."
             ) from error
         finally:
             torch.backends.cudnn.benchmark = before[0]
@@ -122,6 +123,15 @@ def compiler_settings() -> Iterator[None]:
     eager = functorch.patch(force_non_lazy_backward_lowering=True, donated_buffer=False)
     with dynamo.patch(recompile_limit=256), eager:
         yield
+
+
+def limited(train: Data, count: int | None) -> Data:
+    """What `recipe.examples` leaves of a `Dataset`; nothing to do where the caller saw to it."""
+    if count is None or (not isinstance(train, DataLoader) and len(tensors(train)[0]) == count):
+        return train
+    if not isinstance(train, Dataset):
+        raise TypeError(f"train must be a Dataset for recipe.examples. Got {type(train).__name__}.")
+    return few(train, count)
 
 
 def hold_out(train: Data, fraction: float) -> tuple[Data, Data | None]:

@@ -78,11 +78,16 @@ class Resident:
 
 
 class Loaded:
-    """Batches of a user's DataLoader, copied to one place on the device; all repeats see the same batch."""
+    """Batches of a user's DataLoader, copied to one place on the device; for one repeat."""
 
     def __init__(self, loader: DataLoader[Any], seeds: Sequence[int], device: torch.device) -> None:
         if not len(loader):
             raise ValueError("train must hold at least one batch. Got an empty DataLoader.")
+        if len(seeds) > 1:
+            raise TypeError(
+                "train must be tensors for several seeds at once, each in an order of its own. Got a "
+                "DataLoader; pass tensors, or train one seed after the other."
+            )
         self.batches = LoaderBatches(loader, device, seeds[0])
         self.batch_size = loader.batch_size or 1
         self.examples = len(loader) * self.batch_size

@@ -31,20 +31,32 @@ class State:
         classes: int,
         device: torch.device,
         task: TaskLoss | None = None,
+        examples: int | None = None,  # of the training data
     ) -> None:
         self.ensembles, self.seeds, self.recipe, self.device = ensembles, list(seeds), recipe, device
-        self.task = _name(task)
+        self.task, self.examples = _name(task), examples
         self.optimizer = make_optimizer(ensembles, recipe)
         self.tallies = [Tally(len(e.members), classes, device) for e in ensembles]
         self.alarms = [DeadMembers(len(e.members), recipe.objective["overlap"]) for e in ensembles]
         self.randomness = [torch.Generator().manual_seed(epoch_seed(seed, -1)).get_state() for seed in seeds]
         self.step = 0
 
+    def check(self) -> None:
+        """Whether all of it can be saved."""
+        strange = [key for key, value in self.tensors().items() if not isinstance(value, Tensor)]
+        if strange:
+            raise TypeError(
+                f"the state of a network must be tensors to be saved. Got {strange[0]}, which is none "
+                "(get_extra_state?); keep it in a buffer, or train without out=."
+            )
+
     def tensors(self) -> dict[str, Tensor]:
         """All of it that is tensors, by name."""
         named: dict[str, Tensor] = {}
         for r, (ensemble, tally) in enumerate(zip(self.ensembles, self.tallies, strict=True)):
-            named |= {f"ensemble.{r}.{key}": tensor for key, tensor in ensemble.state_dict().items()}
+            # buffers too, since those that are not persistent are in no state_dict
+            kept = dict(ensemble.named_buffers()) | ensemble.state_dict()
+            named |= {f"ensemble.{r}.{key}": tensor for key, tensor in kept.items()}
             named |= {f"tally.{r}.{i}": tensor for i, tensor in enumerate(tally.state())}
             named[f"random.{r}"] = self.randomness[r]
         for i, moments in enumerate(self.optimizer.state.values()):
@@ -59,13 +71,15 @@ class State:
             "recipe": self.recipe.to_json(),
             "seeds": self.seeds,
             "task": self.task,
+            "examples": self.examples,
             "alarms": [alarm.state() for alarm in self.alarms],
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint of the same run."""
-        for name in ("recipe", "seeds", "task"):
-            kept, now = checkpoint.state.get(name), self.facts()[name]
+        facts = self.facts()
+        for name in ("recipe", "seeds", "task", "examples"):
+            kept, now = checkpoint.state.get(name, facts[name]), facts[name]
             if kept != now:
                 raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")
         own = self.tensors()

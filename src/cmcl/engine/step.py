@@ -7,7 +7,6 @@ its own data order, masks, labels and assignment.
 R repeats, M members, B batch, C classes.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ from ..ensemble import Ensemble
 from ..members import in_turn
 from ..objectives import OracleLoss, confident_oracle_loss
 from ..recipe import Recipe
-from .lanes import Compiler, Lanes, first_line
+from .lanes import Compiler, Lanes
 from .source import Source
 from .tally import Tally, count
 
@@ -48,17 +47,17 @@ class Step:
     ) -> None:
         self.ensembles, self.source, self.optimizer, self.recipe = ensembles, source, optimizer, recipe
         self.tallies, self.precision, self.epsilon, self.randomness = tallies, precision, epsilon, randomness
+        self.objective, self.ignore_index = objective, ignore_index
         compiler = Compiler() if compile else None
         self.repeats = Lanes(len(ensembles) if streams and len(ensembles) > 1 else 0)
         self.members = [Lanes(len(e.members) if streams else 0, compiler) for e in ensembles]
         measure = partial(_measure, objective=objective, ignore_index=ignore_index)
         self.measure = partial(compiler(_measure), **measure.keywords) if compiler else measure
-        self.buffers = _by_dtype([b for e in ensembles for b in e.buffers()])
 
     def __call__(self) -> None:
         """Train by one batch."""
         self.optimizer.zero_grad(set_to_none=True)
-        before = [_flat(group) for group in self.buffers]
+        before = [_flat(group) for group in _by_dtype(self.buffers())]
         for piece in range(self._pieces()):
             calls = [partial(self._loss, repeat, piece) for repeat in range(len(self.ensembles))]
             totals = self.repeats(calls)  # R scalars; repeats share no weights, so their sum is R trainings
@@ -71,9 +70,13 @@ class Step:
         broken = torch.stack([tally.broken() for tally in self.tallies]).amax(0)
         self.optimizer.found_inf = broken  # type: ignore[attr-defined]
         self.optimizer.step()
-        for group, kept in zip(self.buffers, before, strict=True):
+        for group, kept in zip(_by_dtype(self.buffers()), before, strict=True):
             _unflatten(torch.where(broken > 0, kept, _flat(group)), group)
         self.source.advance()
+
+    def buffers(self) -> list[Tensor]:
+        """Those of all ensembles as they are now: a network may put another tensor in a buffer's place."""
+        return [b for e in self.ensembles for b in e.buffers()]
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step changes."""
@@ -109,12 +112,21 @@ class Step:
                 if self.epsilon is None:
                     logits, attacked = ensemble(x), None
                 else:
-                    logits, attacked = adversarial_logits(ensemble, x, targets, self.epsilon)
+                    logits, attacked = adversarial_logits(
+                        ensemble,
+                        x,
+                        targets,
+                        self.epsilon,
+                        task=self.objective.get("task"),
+                        ignore_index=self.ignore_index,
+                    )
         finally:
             ensemble.run = in_turn
         total: Tensor = self.measure(logits, targets, tally).total
         if attacked is not None:
-            total = total + self.measure(attacked, targets, None).total
+            more = self.measure(attacked, targets, None).total
+            tally.count_more(more, len(x))
+            total = total + more
         return total
 
     @contextmanager
@@ -140,7 +152,7 @@ def _measure(
 ) -> OracleLoss:
     loss = confident_oracle_loss(logits, targets, **objective, ignore_index=ignore_index)
     if tally is not None:
-        count(tally, loss, logits, targets)
+        count(tally, loss, logits, targets, beta=objective["beta"])
     return loss
 
 
@@ -170,73 +182,3 @@ def _unflatten(values: Tensor, tensors: list[Tensor]) -> None:
 
 def _autocast(device: torch.device, precision: str) -> Any:
     return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
-
-
-class Captured:
-    """A step in a CUDA graph: what was recorded once is replayed, without Python and without launches.
-
-    The calls that warm it up (compilation, autotuning) leave no trace: weights, optimiser, sums and random
-    states are put back, also if the step cannot be captured.
-    """
-
-    def __init__(self, step: Step, *, warm_up: int = 3) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        # detached: a clone with a gradient would tie the weights to the stream it was made on
-        kept, random = [t.detach().clone() for t in step.state()], torch.cuda.get_rng_state()
-        try:
-            self._warm_up(step, kept, warm_up)
-            self._record(step)
-        except BaseException:
-            _renew_generator()
-            raise
-        finally:
-            torch.cuda.set_rng_state(random)
-            _put_back(step, kept)
-
-    def _warm_up(self, step: Step, kept: list[Tensor], times: int) -> None:
-        """Each call takes the same batch: there may be no other one left in this epoch."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(times):
-                step()
-                _put_back(step, kept)
-        torch.cuda.current_stream().wait_stream(stream)
-
-    def _record(self, step: Step) -> None:
-        # thread_local: what other threads do (the compiler's, a data loader's) does not spoil the recording
-        # The outer context brings the current stream back, which a failed capture does not.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(self.graph, capture_error_mode="thread_local"),
-        ):
-            step()
-
-    def __call__(self) -> None:
-        """Replay."""
-        self.graph.replay()
-
-
-def captured(step: Step) -> Step | Captured:
-    """The step in a graph; as it is, with a warning that says why, if it cannot be captured."""
-    try:
-        return Captured(step)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        reason = first_line(error.__context__ or error)  # ending a failed capture is an error of its own
-        warnings.warn(f"the step runs without a CUDA graph, and slower: {reason}", stacklevel=4)
-        step.one_stream()
-        return step
-
-
-@torch.no_grad()
-def _put_back(step: Step, kept: list[Tensor]) -> None:
-    for tensor, value in zip(step.state(), kept, strict=True):
-        tensor.copy_(value)
-
-
-def _renew_generator() -> None:
-    """Give CUDA's generator a state of its own: a failed capture leaves the old one waiting for its graph."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.graphsafe_set_state(torch.Generator(generator.device).graphsafe_get_state())

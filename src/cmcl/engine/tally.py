@@ -11,13 +11,13 @@ from torch import Tensor
 from ..objectives import OracleLoss
 
 BATCH = (
-    "batches",
+    "examples",
     "loss",
     "task",
     "kl",
     "winners_entropy",
     "losers_entropy",
-)  # once a batch, or piece of one
+)  # sums over examples, added to by every batch or piece of one
 STEP = ("steps", "gradient_norm")  # once a step
 
 
@@ -46,8 +46,8 @@ class Tally:
         flat = torch.cat(parts).cpu()
         sums, wins, seen = flat.split([len(part) for part in parts])
         named = dict(zip((*BATCH, *STEP), sums.tolist(), strict=True))
-        batches, steps = max(named.pop("batches"), 1.0), max(named.pop("steps"), 1.0)
-        row: dict[str, Any] = {name: named[name] / (steps if name in STEP else batches) for name in named}
+        examples, steps = max(named.pop("examples"), 1.0), max(named.pop("steps"), 1.0)
+        row: dict[str, Any] = {name: named[name] / (steps if name in STEP else examples) for name in named}
         wins = wins.reshape(self.wins.shape)  # (M, C)
         row["win_rates"] = (wins.sum(1) / seen.sum().clamp(min=1)).tolist()
         if len(seen) > 1:
@@ -58,6 +58,10 @@ class Tally:
         """1 once a member's loss has not been finite, else 0; on the device."""
         return self.bad.isfinite().any().float()
 
+    def count_more(self, loss: Tensor, batch: int) -> None:
+        """Add to the loss of a batch that is counted already."""
+        self.sums[BATCH.index("loss")] += loss.detach() * batch
+
     def count_step(self, gradient_norm: Tensor) -> None:
         """Add what is known once a step. A gradient is all members' fault if no member's loss is."""
         known = gradient_norm.isfinite() | self.bad.isfinite().any()
@@ -66,10 +70,10 @@ class Tally:
 
 
 @torch.no_grad()
-def count(tally: Tally, loss: OracleLoss, logits: Tensor, targets: Tensor) -> None:
+def count(tally: Tally, loss: OracleLoss, logits: Tensor, targets: Tensor, *, beta: float) -> None:
     """Add one batch. `targets` are classes (B,), or anything else for dense outputs."""
     v = loss.assignment  # (M, B)
-    log_p = logits.float().log_softmax(2)
+    log_p = logits.float().log_softmax(2).clamp(min=-1e4)  # a class masked out by -inf has 0 * -inf else
     entropy = -(log_p.exp() * log_p).sum(2).reshape(*v.shape, -1).mean(2)  # (M, B)
     silent = (~v).sum().clamp(min=1)
     batch = v.shape[1]
@@ -81,12 +85,13 @@ def count(tally: Tally, loss: OracleLoss, logits: Tensor, targets: Tensor) -> No
         entropy.where(v, 0).sum() / v.sum(),
         entropy.where(~v, 0).sum() / silent,
     ]
-    tally.sums[: len(BATCH)] += torch.stack(values)
+    tally.sums[: len(BATCH)] += torch.stack(values) * batch
     if len(tally.seen) == 1:  # not by class
         tally.wins.add_(v.double().sum(1, keepdim=True))
         tally.seen.add_(batch)
     else:
         tally.wins.index_add_(1, targets.long(), v.double())
         tally.seen.index_add_(0, targets.long(), torch.ones(batch, dtype=torch.float64, device=v.device))
-    finite = (loss.task + loss.kl).isfinite().all(1)  # (M,)
+    used = torch.where(v, loss.task, loss.kl if beta else torch.zeros_like(loss.kl))  # (M, B)
+    finite = used.isfinite().all(1)  # (M,)
     tally.bad.copy_(torch.minimum(tally.bad, torch.where(finite, torch.inf, tally.sums[len(BATCH)])))

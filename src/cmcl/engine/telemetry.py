@@ -3,6 +3,7 @@
 A row is a dict of JSON values; "epoch" is the number of epochs done, "seed" tells repeats apart.
 """
 
+import io
 import json
 import math
 import sys
@@ -34,22 +35,26 @@ class Telemetry:
     """Rows as JSON lines in the file `path` and, if asked, as scalars in the folder `tensorboard`."""
 
     def __init__(self, path: Path | None, *, tensorboard: Path | None = None) -> None:
-        self.path, self.tensorboard = path, tensorboard
-        self._board = _summary_writer(tensorboard) if tensorboard else None
+        self.path = path
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
+            for part in path.parent.glob(f".{path.name}.*.part"):
+                part.unlink(missing_ok=True)
+        self.events = tensorboard and tensorboard / f"events.out.tfevents.{time.time_ns()}"
+        if self.events:
+            self.events.parent.mkdir(parents=True, exist_ok=True)
+            _append(self.events, _event(file_version="brain.Event:2"))
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row."""
         if self.path:
-            # Opened for each line, once an epoch: nothing is lost in a buffer when the process is killed.
-            with needing_room(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
-        if self._board:
+            _append(self.path, (json.dumps(_finite(row), allow_nan=False) + "\n").encode())
+        if self.events:
             numbers = {key: value for key, value in row.items() if key not in ("epoch", "seed")}
-            for name, value in _scalars(numbers, f"seed-{row['seed']}" if "seed" in row else ""):
-                self._board.add_scalar(name, value, math.ceil(row["epoch"]))  # takes whole steps only
-            self._board.flush()
+            named = _scalars(numbers, f"seed-{row['seed']}" if "seed" in row else "")
+            values = [{"tag": name, "simple_value": value} for name, value in named]
+            step = math.ceil(row["epoch"])  # takes whole steps only
+            _append(self.events, _event(step=step, summary={"value": values}))
 
     def rewind(self, epoch: float) -> None:
         """Drop what was written after `epoch`, to go on from a checkpoint made then; 0 starts anew."""
@@ -58,31 +63,32 @@ class Telemetry:
             with needing_room(self.path), replacing(self.path) as part:
                 kept = [f"{line}\n" for line in lines if _epoch(line) <= epoch]
                 part.write_text("".join(kept), encoding="utf-8")
-        if self._board and self.tensorboard:
-            self._board.close()
+        if self.events:
             # TensorBoard's files only grow: this hides the rows from here on instead.
-            self._board = _summary_writer(self.tensorboard, purge_step=math.floor(epoch) + 1)
-
-    def close(self) -> None:
-        """Close TensorBoard's file; the JSON lines are always whole."""
-        if self._board:
-            self._board.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+            _append(self.events, _event(step=math.floor(epoch) + 1, session_log={"status": "START"}))
 
 
-def _summary_writer(folder: Path, purge_step: int | None = None) -> Any:
+def _append(path: Path, data: bytes) -> None:
+    """Opened for each row, once an epoch: nothing is lost in a buffer when the process is killed."""
+    with needing_room(path), path.open("ab") as file:
+        file.write(data)
+
+
+def _event(**content: Any) -> bytes:
+    """An entry of TensorBoard's files.
+
+    Not from its own writer, which has a thread: that one fails late on a full disk, and out of our reach.
+    """
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
         raise ImportError(
             "TensorBoard must be installed to write for it. Install it with: pip install tensorboard"
         ) from error
-    return SummaryWriter(str(folder), purge_step=purge_step)
+    record = io.BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
+    return record.getvalue()
 
 
 def _finite(value: Any) -> Any:

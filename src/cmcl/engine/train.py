@@ -18,13 +18,25 @@ from ..data.dataset import IGNORE
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from ..recipe import Recipe
-from .checkpoint import Checkpoints, Interrupt, locked
+from .capture import Captured, captured
+from .keeper import Keeper
 from .optimizer import set_lr
 from .scoring import evaluate
-from .setup import Data, Options, count_classes, find_device, fitting, hold_out, place, settings, tensors
+from .setup import (
+    Data,
+    Options,
+    count_classes,
+    find_device,
+    fitting,
+    hold_out,
+    limited,
+    place,
+    settings,
+    tensors,
+)
 from .source import Loaded, Resident, Source
 from .state import State
-from .step import Captured, Step, captured
+from .step import Step
 from .telemetry import Progress, Telemetry
 
 
@@ -36,10 +48,6 @@ class Result:
     scores: list[dict[str, float]]  # on the test data, for each repeat, in percent
     steps: int
     seconds: float  # over all the times the run was resumed
-
-
-class Interrupted(RuntimeError):
-    """The run was asked to stop; it is saved and can be resumed."""
 
 
 class Diverged(RuntimeError):
@@ -107,7 +115,7 @@ class Run:
     ) -> None:
         self.recipe, self.options, self.test, self.task = recipe, options, test, task
         self.device = find_device(options.device)
-        train, held_out = hold_out(train, recipe.validation)
+        train, held_out = hold_out(limited(train, recipe.examples), recipe.validation)
         self.held_out = held_out or test  # what is looked at on the way
         place(ensembles, train, self.device)
         self.source: Source
@@ -120,9 +128,8 @@ class Run:
             self.source = Resident(images, targets, recipe.batch_size, seeds, self.device)
         self.ignore_index = IGNORE if targets.ndim > 1 and not targets.is_floating_point() else None
         classes = count_classes(ensembles[0], images[:2].to(self.device), targets)
-        self.state = State(ensembles, seeds, recipe, classes, self.device, task)
+        self.state = State(ensembles, seeds, recipe, classes, self.device, task, self.source.examples)
         self.steps = recipe.total_steps(self.source.examples, self.source.batch_size)
-        self.started = time.perf_counter()
         self.rows: list[dict[str, Any]] = []
 
     def go(self, out: Path | None, resume: bool) -> Result:
@@ -134,30 +141,41 @@ class Run:
                 if step is None or epoch == self.recipe.warm_start:
                     step = self._make_step(epoch)
                 self._epoch(epoch, step)
-            self._save()
+            self._check_finite()
+            self.keeper.save()
+            self.keeper.stop_if_asked()
         scores = [] if self.test is None else [self._scores(e, self.test) for e in self.state.ensembles]
-        return Result(self.rows, scores, self.state.step, time.perf_counter() - self.started)
+        return Result(self.rows, scores, self.state.step, self.keeper.seconds())
 
     def _epoch(self, epoch: int, step: Step | Captured) -> None:
         state, steps = self.state, self.source.steps(epoch)
-        begun, first = time.perf_counter(), state.step
+        begun, images = time.perf_counter(), 0
         for ensemble in state.ensembles:
             ensemble.train()
         self.source.begin(epoch, state.step)
         while state.step < min(steps.stop, self.steps):
             set_lr(state.optimizer, self._lr(state.step))
-            self.source.feed()
+            self._feed()
+            images += self.source.size
             step()
             state.step += 1
-            self.progress.advance(epoch + (state.step - steps.start) / len(steps))
+            speed = images / (time.perf_counter() - begun)
+            done = epoch + (state.step - steps.start) / len(steps)
+            self.progress.advance(done, lr=self._lr(state.step - 1), images_per_second=speed)
             if self.device.type == "cpu":  # on a GPU, looking would wait for the device
                 self._check_finite()
             if state.step < min(steps.stop, self.steps):  # the last one is saved after its report
                 self._save_or_stop()
         self._check_finite()
-        images = (state.step - first) * self.source.batch_size
         self._report(epoch + 1, images / (time.perf_counter() - begun))
         self._save_or_stop()
+
+    def _feed(self) -> None:
+        try:
+            self.source.feed()
+        except RuntimeError:  # a signal to the whole group ended a DataLoader's workers, too
+            self._save_or_stop()
+            raise
 
     def _report(self, epochs: int, images_per_second: float) -> None:
         """Telemetry of the epoch that just ended, a row for each repeat."""
@@ -173,7 +191,8 @@ class Run:
                 row |= self._scores(ensemble, self.held_out)
             if epochs > self.recipe.warm_start and (dead := alarm.update(row["win_rates"])):
                 row["dead_members"] = dead
-                warnings.warn(f"{self._whose(seed)}{alarm.warning(dead)}", stacklevel=5)
+                # unlike warn, says the same again in the next run of this process
+                warnings.warn_explicit(f"{self._whose(seed)}{alarm.warning(dead)}", UserWarning, __file__, 0)
             self.rows.append(row)
             self.progress.epoch(row if self._whose(seed) else row | {"seed": None})
             self.telemetry.write(row)
@@ -213,54 +232,28 @@ class Run:
                 first = self.source.steps(self.source.epoch_of(self.state.step - 1)).start
                 step, members = first + int(min(bad)), [m for m, s in enumerate(bad) if s == min(bad)]
                 raise Diverged(
-                    f"{self._whose(seed)}the loss of member {members} is NaN or infinite at step {step}, "
-                    f"with lr {self._lr(step):.3g}. The weights are those before it; so is a checkpoint, if "
-                    "there is one. Try a smaller lr, clip=1, or precision='float32'."
+                    f"{self._whose(seed)}the loss of member {members}, or its gradient, is NaN or infinite "
+                    f"at step {step}, with lr {self._lr(step):.3g}. The weights are those before it; so is a "
+                    "checkpoint, if there is one. Try a smaller lr, clip=1, or precision='float32'."
                 )
 
     def _open(self, stack: ExitStack, out: Path | None, resume: bool) -> None:
-        self.checkpoints, board = None, None
-        if out is not None:
-            stack.enter_context(locked(out))
-            self.checkpoints = Checkpoints(out / "checkpoints")
-            board = out / "tensorboard" if self.options.tensorboard else None
-        self.telemetry = stack.enter_context(Telemetry(out and out / "telemetry.jsonl", tensorboard=board))
-        if self.checkpoints is not None and (checkpoint := self.checkpoints.latest()):
-            if not resume:
-                raise ValueError(
-                    f"{out} holds a run at step {checkpoint.step}: resume it, or name another folder."
-                )
-            self.state.restore(checkpoint)
-            self.started = time.perf_counter() - checkpoint.state["seconds"]
+        options = self.options
+        self.keeper = stack.enter_context(Keeper(out, self.state, self.steps, options.checkpoint_seconds))
+        board = out / "tensorboard" if out and options.tensorboard else None
+        self.telemetry = Telemetry(out and out / "telemetry.jsonl", tensorboard=board)
+        self.keeper.restore(resume)
         self.telemetry.rewind(self._done())
-        self.saved_at = time.monotonic()
-        self.progress = stack.enter_context(Progress(self._epochs(), quiet=self.options.quiet))
-        self.interrupt = stack.enter_context(Interrupt())
-
-    def _save(self) -> None:
-        self._check_finite()  # a checkpoint of a broken run must not take a good one's place
-        if self.checkpoints is not None:
-            facts = self.state.facts() | {"seconds": time.perf_counter() - self.started}
-            self.checkpoints.save(self.state.step, self.state.tensors(), facts)
-            self.saved_at = time.monotonic()
+        self.progress = stack.enter_context(Progress(self._epochs(), quiet=options.quiet))
 
     def _save_or_stop(self) -> None:
-        if self.interrupt.asked or time.monotonic() - self.saved_at >= self.options.checkpoint_seconds:
-            self._save()
-        if self.interrupt.asked and self.state.step < self.steps:
-            self._stop()
-
-    def _stop(self) -> None:
-        how = "Nothing was saved: no out= folder was given."
-        if self.checkpoints is not None:
-            how = f"It is saved in {self.checkpoints.folder.parent}: go on with resume=True."
-        raise Interrupted(
-            f"stopped by {self.interrupt.name} at step {self.state.step} of {self.steps}. {how}"
-        )
+        if self.keeper.due():
+            self._check_finite()  # a checkpoint of a broken run must not take a good one's place
+            self.keeper.save_or_stop()
 
     def _whose(self, seed: int) -> str:
         """How a message to a person begins; a run that is the only one, and leaves nothing, needs no name."""
-        return f"seed {seed}: " if self.checkpoints is not None or len(self.state.seeds) > 1 else ""
+        return f"seed {seed}: " if self.keeper.checkpoints or len(self.state.seeds) > 1 else ""
 
     def _scores(self, ensemble: Ensemble, data: Data) -> dict[str, float]:
         return evaluate(ensemble, data, batch_size=self.options.evaluation_batch)

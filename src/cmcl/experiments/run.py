@@ -5,19 +5,17 @@ R seeds of one recipe train side by side.
 
 import json
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import data
 from ..data.cache import fitted, transformed
-from ..data.dataset import Dataset
+from ..data.dataset import Dataset, few
 from ..data.preprocess import PRESETS, Transform
 from ..engine import Options, Result, fit
 from ..engine.checkpoint import locked
@@ -176,21 +174,6 @@ def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
     train, test = (transformed(transform, one, cache) for one in (train, test))
     outside = outside and transformed(transform, outside, cache)
     return Sets(train, test, pictures, outside, transform, checksums)
-
-
-def few(train: Dataset, count: int) -> Dataset:
-    """So many of the images, drawn evenly from the classes (or groups); the same ones for every seed."""
-    if count > len(train):
-        raise ValueError(f"recipe.examples must be at most {len(train)}, the whole set. Got {count}.")
-    strata: Sequence[Any] = train.targets.tolist() if train.targets.ndim == 1 else train.groups or ()
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    taken: Counter[Any] = Counter()
-    turn = {}  # how many of its class come before it
-    for i in order:
-        kind = strata[i] if strata else None
-        turn[i] = taken[kind]
-        taken[kind] += 1
-    return train.subset(sorted(sorted(order, key=turn.__getitem__)[:count]))
 
 
 def load_outside(name: str | None, root: str | Path | None) -> Dataset | None:

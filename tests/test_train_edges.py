@@ -1,0 +1,222 @@
+"""The training loop at its edges: strange networks, uneven batches, signals to a whole group of processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+
+from cmcl import Ensemble, Recipe, fit
+from cmcl.data import Dataset
+from cmcl.data.dataset import few
+from cmcl.engine import Diverged
+from cmcl.engine.capture import check_in_place
+from test_train import CLASSES, QUIET, ROOT, before_step, data, go, identical, interrupt, stopped, weights
+
+LINEAR = Recipe(members=2, epochs=2, batch_size=8, lr=0.1)
+
+
+def dataset(n=40):
+    images, targets = data(n)
+    return Dataset(images, targets, tuple("abcd"))
+
+
+def linear(*more):
+    return nn.Sequential(nn.Flatten(), nn.Linear(25, CLASSES), *more)
+
+
+def apart(network=linear, members=2):
+    torch.manual_seed(0)
+    return Ensemble(network, members)
+
+
+class TestExamples:
+    def test_so_many_are_learned_from(self):
+        limited, small_set = apart(), apart()
+        recipe = replace(LINEAR, examples=16)
+        result = fit(limited, dataset(), recipe=recipe, options=QUIET)
+        assert result.steps == 4
+        fit(small_set, few(dataset(), 16), recipe=LINEAR, options=QUIET)
+        assert identical(weights(limited), weights(small_set))
+        assert few(dataset(), 16).targets.bincount().tolist() == [4, 4, 4, 4]
+
+    def test_as_many_as_there_are(self):
+        assert fit(apart(), data(16), recipe=replace(LINEAR, examples=16), options=QUIET).steps == 4
+
+    @pytest.mark.parametrize(
+        "train", [data(), DataLoader(TensorDataset(*data()), 8)], ids=["tuple", "loader"]
+    )
+    def test_of_what_is_no_dataset(self, train):
+        with pytest.raises(TypeError, match=r"train must be a Dataset for recipe.examples. Got"):
+            fit(apart(), train, recipe=replace(LINEAR, examples=16), options=QUIET)
+
+
+class TestRows:
+    def test_every_example_weighs_the_same(self):
+        """Batches of 12, 12, 12 and 4: a mean over examples, not over batches."""
+        frozen = replace(LINEAR, epochs=1, lr=1e-30)
+        rows = [
+            fit(apart(), DataLoader(TensorDataset(*data()), size), recipe=frozen, options=QUIET).rows
+            for size in (12, 40)
+        ]
+        for name in ("loss", "task", "kl", "losers_entropy"):
+            assert rows[0][0][name] == pytest.approx(rows[1][0][name], rel=1e-5), name
+
+    def test_adversarial_loss_is_all_that_is_minimised(self):
+        recipe = replace(LINEAR, epochs=1, method="ie", batch_size=40, lr=1e-30)
+        plain, attacked = (
+            fit(apart(), data(), recipe=replace(recipe, adversarial=step), options=QUIET).rows[0]["loss"]
+            for step in (0.0, 1e-9)
+        )
+        assert attacked == pytest.approx(2 * plain, rel=1e-4), "the same images twice"
+
+    def test_speed_counts_images_whoever_makes_the_batches(self, monkeypatch):
+        """A DataLoader with a batch_sampler has no batch size."""
+        monkeypatch.setattr("cmcl.engine.train.time.perf_counter", iter(range(10**6)).__next__)
+        sampler = BatchSampler(SequentialSampler(range(40)), 8, drop_last=False)
+        loaders = [
+            DataLoader(TensorDataset(*data()), 8),
+            DataLoader(TensorDataset(*data()), batch_sampler=sampler),
+        ]
+        speeds = [
+            fit(apart(), loader, recipe=LINEAR, options=QUIET).rows[0]["images_per_second"]
+            for loader in loaders
+        ]
+        assert speeds[0] == speeds[1] > 0
+
+
+class Masked(nn.Module):
+    """One class can never be the answer: its logit is minus infinity."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = linear()
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, 0.0, -torch.inf]))
+
+    def forward(self, x):
+        return self.net(x) + self.mask
+
+
+class Averaging(nn.Module):
+    """Puts a new tensor in its buffer's place, which is not saved with the weights either."""
+
+    poison = 99
+
+    def __init__(self, persistent=False):
+        super().__init__()
+        self.net = linear()
+        self.register_buffer("average", torch.zeros(CLASSES), persistent=persistent)
+        self.steps = 0
+
+    def forward(self, x):
+        logits = self.net(x)
+        if self.training:
+            self.steps += 1
+            value = logits.detach().mean(0) * (torch.nan if self.steps == self.poison else 1.0)
+            self.average = 0.9 * self.average + 0.1 * value
+        return logits + 0.1 * self.average
+
+
+class TestNetworks:
+    @pytest.mark.parametrize("method", ["ie", "mcl"])
+    def test_a_class_that_is_masked_out(self, method):
+        """Its infinite KL is no part of the loss."""
+        images, targets = data()
+        rows = fit(
+            apart(Masked), (images, targets % 3), recipe=replace(LINEAR, method=method), options=QUIET
+        ).rows
+        assert all(0 < row["winners_entropy"] < 2 and row["loss"] > 0 for row in rows)
+
+    def test_and_where_it_is_part_of_the_loss(self):
+        images, targets = data()
+        with pytest.raises(Diverged, match="at step 0"):
+            fit(apart(Masked), (images, targets % 3), recipe=LINEAR, options=QUIET)
+
+    def test_buffers_that_are_not_saved_with_the_weights_are_saved(self, tmp_path):
+        whole, part, again = (apart(Averaging) for _ in range(3))
+        fit(whole, data(), recipe=LINEAR, options=QUIET)
+        with before_step(4, interrupt), pytest.raises(RuntimeError, match="stopped by SIGINT"):
+            fit(part, data(), recipe=LINEAR, out=tmp_path, options=QUIET)
+        fit(again, data(), recipe=LINEAR, out=tmp_path, resume=True, options=QUIET)
+        assert identical(dict(again.named_buffers()), dict(whole.named_buffers()))
+        assert identical(weights(again), weights(whole))
+
+    def test_buffers_in_whose_place_another_comes_are_put_back(self):
+        ensemble = apart(Averaging)
+        ensemble.members[1].poison = 4
+        with pytest.raises(Diverged, match="at step 3"):
+            fit(ensemble, data(), recipe=LINEAR, options=QUIET)
+        assert all(buffer.isfinite().all() for buffer in ensemble.buffers())
+
+    def test_such_buffers_are_not_captured(self):
+        ensemble = apart(Averaging)
+        before = list(ensemble.buffers())
+        check_in_place(before, list(ensemble.buffers()))
+        ensemble(data()[0])
+        with pytest.raises(RuntimeError, match="puts another tensor in the place of a buffer"):
+            check_in_place(before, list(ensemble.buffers()))
+
+    def test_state_that_is_no_tensor_is_refused_at_once(self, tmp_path):
+        class Extra(nn.Linear):
+            def get_extra_state(self):
+                return {"seen": 3}
+
+        ensemble = apart(lambda: nn.Sequential(nn.Flatten(), Extra(25, CLASSES)))
+        with pytest.raises(
+            TypeError, match=r"must be tensors to be saved. Got ensemble.0.members.0.1._extra_state"
+        ):
+            fit(ensemble, data(), recipe=LINEAR, out=tmp_path, options=QUIET)
+        fit(ensemble, data(), recipe=LINEAR, options=QUIET)
+
+
+def test_other_data_are_not_resumed(tmp_path):
+    stopped(tmp_path, 7)
+    with pytest.raises(ValueError, match="examples must be that of the run to be resumed, 40. Got 32."):
+        go(tmp_path, resume=True, train=data(32))
+
+
+WORKERS = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import test_train as t
+from cmcl.engine.source import Loaded
+from torch.utils.data import DataLoader, TensorDataset
+class Slow(TensorDataset):
+    def __getitem__(self, i):
+        time.sleep(60 if i == 20 else 0)  # in the third batch
+        return super().__getitem__(i)
+def feed(self, plain=Loaded.feed, calls=[]):
+    calls.append(self)
+    if len(calls) == 3:
+        print("waiting for the third batch", flush=True)
+    plain(self)
+Loaded.feed = feed
+loader = DataLoader(Slow(*t.data()), batch_size=t.B, num_workers=2)
+t.fit(t.small(), loader, recipe=t.RECIPE, out=t.Path(sys.argv[2]), options=t.QUIET)
+"""
+
+
+@pytest.mark.slow  # torch looks after its workers every 5 s
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
+def test_a_signal_to_the_whole_group_ends_workers_but_loses_nothing(tmp_path):
+    """As schedulers and service managers send it: a DataLoader's workers die of it, and their loss is noticed."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", WORKERS, str(Path(__file__).parent), str(tmp_path)],
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with child:
+        assert child.stdout.readline() == "waiting for the third batch\n"
+        os.killpg(child.pid, signal.SIGTERM)
+        _, error = child.communicate(timeout=120)
+    assert "Interrupted: stopped by SIGTERM at step 2 of 20" in error
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
