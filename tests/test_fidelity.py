@@ -1,7 +1,7 @@
 """What tracing cannot see is kept whole, refused, or found out by running the pieces against the network."""
 
 import random
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import product
 
 import numpy as np
@@ -374,6 +374,9 @@ def test_generators_of_ones_own(part):
         )
     ensemble = Ensemble(around(part), 2, share_after="0", share_prob=0.0)
     x = torch.randn(3, 4)
+    told = pytest.warns(UserWarning, match="was not found out: it does not repeat itself")
+    with told if part is not OwnDice else nullcontext():
+        ensemble(x)
     assert len({tuple(ensemble(x)[0].flatten().tolist()) for _ in range(20)}) > 1
 
 
@@ -438,7 +441,24 @@ def test_too_little_memory_is_no_fault_of_the_cut(monkeypatch):
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(ensemble, "_in_pieces", fail)
-    assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
+    with pytest.warns(UserWarning, match="Sequential was cut after '0'; .* there is not enough memory"):
+        assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
+
+
+def test_a_network_that_cannot_be_copied_is_not_judged_and_that_is_said():
+    class Alone(nn.Module):
+        def forward(self, x):
+            return x.relu()
+
+        def __deepcopy__(self, memo):
+            raise TypeError("there is only one of me")
+
+    ensemble = Ensemble(
+        [nn.Sequential(nn.Linear(4, 5), Alone(), nn.Linear(5, 3)) for _ in range(2)], share_after="0"
+    )
+    with pytest.warns(UserWarning, match="was not found out: it cannot be copied .there is only one of me"):
+        ensemble(torch.randn(3, 4))
+    ensemble(torch.randn(3, 4))  # said once
 
 
 def test_transformed_ensembles_are_left_alone():

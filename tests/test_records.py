@@ -306,7 +306,7 @@ def stopping_at(step):
     look = Run._save_or_stop
 
     def stop(self):
-        self.interrupt.asked, self.interrupt.name = self.state.step == step, "SIGTERM"
+        self.keeper.interrupt.asked, self.keeper.interrupt.name = self.state.step == step, "SIGTERM"
         look(self)
 
     return stop

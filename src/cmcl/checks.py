@@ -242,3 +242,8 @@ def kind(value: object) -> str:
     return (
         f"{type(value).__name__} {value!r}" if isinstance(value, str | int | float) else type(value).__name__
     )
+
+
+def first_line(error: BaseException) -> str:
+    """What to tell of an error in a warning."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -6,6 +6,7 @@ exception that only a symbol raises) is found by running both: the same logits, 
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .checks import first_line
 from .members import Output, logits_of
 from .tracing import CannotCutError
 
@@ -45,33 +47,48 @@ def check_cut(
     place: str,
     frozen: bool = False,  # the stem: it was cut in eval mode
 ) -> None:
-    """Raises if a member in pieces is not what it is as a whole; the first of each kind is tried."""
+    """Raises if a member in pieces is not what it is as a whole; the first of each kind is tried.
+
+    Where that cannot be told, because the network cannot be copied or does not repeat itself, a warning
+    says so.
+    """
     first = {type(member): (m, member) for m, member in reversed(list(enumerate(members)))}
     for m, member in first.values():
         answer = partial(_answer, member, x=x, output=output, frozen=frozen)
-        difference = _difference(partial(answer, nn.Module.__call__), partial(answer, partial(in_pieces, m)))
-        if difference is not None:
-            raise CannotCutError(member, place, f"in two pieces {difference}")
+        try:
+            found = _difference(partial(answer, nn.Module.__call__), partial(answer, partial(in_pieces, m)))
+        except _Untold as reason:
+            warnings.warn(
+                f"{type(member).__name__} was cut after {place!r}; whether its pieces compute what it does "
+                f"as a whole was not found out: {reason}.",
+                stacklevel=4,  # the call of the ensemble
+            )
+            continue
+        if found is not None:
+            raise CannotCutError(member, place, f"in two pieces {found}")
+
+
+class _Untold(Exception):
+    """Why the pieces could not be compared with the whole."""
 
 
 Answer = tuple[Tensor, Tensor]
 
 
 def _difference(whole: Callable[[], Answer], pieces: Callable[[], Answer]) -> str | None:
-    """How the pieces differ; None: not at all, or it cannot be told.
-
-    It cannot if the network cannot be copied, fails by itself, or does not repeat itself.
-    """
+    """How the pieces differ; None: not at all, or the network fails by itself."""
     try:
         expected, again = whole(), whole()
+    except _Untold:
+        raise
     except Exception:  # whatever the network's own code raises: the user will see it where it belongs
         return None
     if any(map(_differ, expected, again)):
-        return None
+        raise _Untold("it does not repeat itself")
     try:
         found = pieces()
-    except torch.OutOfMemoryError:
-        return None
+    except torch.OutOfMemoryError as error:
+        raise _Untold("there is not enough memory") from error
     except Exception as error:
         return f"it fails ({error})"
     for what, ours, theirs in zip(("outputs", "gradients"), found, expected, strict=True):
@@ -90,18 +107,22 @@ def _differ(ours: Tensor, theirs: Tensor) -> bool:
 def _answer(member: nn.Module, run: Run, *, x: Tensor, output: Output | None, frozen: bool) -> Answer:
     """The logits, and the gradients of all weights, each as one vector; of a copy, for two examples."""
     with _apart_from_all(x):
-        own = copy.deepcopy(member)
+        try:
+            own = copy.deepcopy(member)
+        except Exception as error:
+            raise _Untold(f"it cannot be copied ({first_line(error)})") from error
         if frozen:
             own.eval()
         for zeros in [p for p in own.parameters() if not p.any()]:
             nn.init.normal_(zeros, std=0.1)  # a head that starts at zero would hide all before it
         (logits,) = logits_of([run(own, x[:2].detach().clone())], output)
         values = logits.float().flatten()
-        weights = [p for p in own.parameters() if p.requires_grad]
+        weights = [p for p in own.parameters() if p.requires_grad and p.is_leaf]  # a copied script's are not
         if not values.requires_grad or not weights:
             return values.detach(), values.new_zeros(0)
         mixed = values @ torch.arange(len(values)).cos().to(values)  # no two logits may cancel
-        gradients = torch.autograd.grad(mixed, weights, allow_unused=True, materialize_grads=True)
+        mixed.backward()  # not autograd.grad, which a reentrant checkpoint refuses
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
         return values.detach(), torch.cat([g.to_dense().float().flatten() for g in gradients])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .lanes import first_line
+from ..checks import first_line
 from .step import Step
 
 

@@ -251,5 +251,10 @@ class Interrupt:
         if self.name == name == "SIGINT":
             raise KeyboardInterrupt
         self.asked, self.name = True, name
-        if hasattr(signal, "SIGCHLD") and signal.getsignal(signal.SIGCHLD) is not None:
-            self._previous.setdefault(signal.SIGCHLD, signal.signal(signal.SIGCHLD, lambda *_: None))
+        self._ignore_dying_children()
+
+    def _ignore_dying_children(self) -> None:
+        if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGCHLD) is not None and signal.SIGCHLD not in self._previous:
+            self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import first_line
 from ..members import in_turn
 
 Function = Callable[..., Any]
@@ -36,11 +37,6 @@ class Compiler:
                 return function(*args, **options)
 
         return run
-
-
-def first_line(error: BaseException) -> str:
-    """What to tell of an error in a warning."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class _Joined(torch.autograd.Function):
