@@ -14,6 +14,7 @@ import re
 import signal
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -434,6 +435,18 @@ class TestFit:
         assert sum(last["win_rates"]) == pytest.approx(2)
         assert next(ensemble.parameters()).dtype == torch.float32
         assert last["images_per_second"] > 0
+
+    @pytest.mark.parametrize("name", ["cnn", "vggnet17", "googlenet18", "fcn"])
+    def test_by_default_none_of_ours_falls_back(self, name):
+        """bf16, compiled, captured, with a warm start, clipping and pieces of batches: a warning is a failure."""
+        ensemble, recipe = (
+            build(name),
+            replace(RECIPE, steps=None, epochs=3, warm_start=1, clip=1.0, accumulate=2),
+        )
+        with only_our_warnings():
+            result = fit(ensemble, examples(name), recipe=recipe, options=Options(quiet=True))
+        assert len(result.rows) == 3
+        assert all(parameter.isfinite().all() for parameter in ensemble.parameters())
 
     def test_nothing_global_is_left_changed(self):
         before = torch.cuda.get_rng_state(), torch.backends.cudnn.benchmark
