@@ -1,7 +1,4 @@
-"""Feature sharing between members (section 4.1).
-
-M members, B batch; a member's features h are (B, ...), of one shape for all members.
-"""
+"""Feature sharing (section 4.1). M members, B batch; a member's features h are (B, ...), all of one shape."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -56,4 +53,5 @@ def _masks(h: Tensor, count: int, prob: float, mode: str, generator: torch.Gener
         return [prob] * count
     # Drawing is what sharing costs, so 60 random bits make four masks; 15 bits meet prob to 1 in 32,768.
     bits = [torch.randint(2**60, h.shape, device=h.device, generator=generator) for _ in range(0, count, 4)]
-    return [(bits[n // 4] >> 15 * (n % 4)) % 2**15 < round(prob * 2**15) for n in range(count)]
+    shifts, level = [15 * (n % 4) for n in range(count)], round(prob * 2**15)
+    return [bits[n // 4] & (0x7FFF << shift) < (level << shift) for n, shift in enumerate(shifts)]
