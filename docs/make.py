@@ -46,14 +46,16 @@ def demo() -> str:
 def icoseg() -> str:
     """Figures 4b and 4c as a table."""
     top1, oracle = segmentation_errors("top1"), segmentation_errors("oracle")
+
+    def cell(m: int, method: str) -> str:
+        if (m, method) in top1:
+            return f"{top1[m, method]:.2f} / {oracle[m, method]:.2f}"
+        return "as IE" if m == 1 else "not measured"
+
     rows = ["| members | IE | MCL | CMCL |", "|--:|--:|--:|--:|"]
-    for m in range(1, 6):
-        cells = [
-            f"{top1[key]:.2f} / {oracle[key]:.2f}"
-            for method in ("ie", "mcl", "cmcl")
-            if (key := (m, method)) in top1
-        ]
-        rows.append(f"| {m} | {' | '.join(cells + ['as IE'] * (3 - len(cells)))} |")
+    rows += [
+        f"| {m} | {' | '.join(cell(m, method) for method in ('ie', 'mcl', 'cmcl'))} |" for m in range(1, 6)
+    ]
     return "\n".join(rows)
 
 

@@ -461,6 +461,22 @@ def test_a_network_that_cannot_be_copied_is_not_judged_and_that_is_said():
     ensemble(torch.randn(3, 4))  # said once
 
 
+def test_a_network_that_asks_for_more_than_two_examples():
+    """It is compared on all of them."""
+
+    class Eight(nn.Module):
+        sign = 1
+
+        def forward(self, x):
+            return self.sign * x.view(8, 5)
+
+    ensemble = Ensemble(around(Eight), 2, share_after="0", share_prob=0.0)
+    for member in ensemble.members:
+        member[1].sign = -1  # traced as 1
+    with pytest.raises(CannotCutError, match="in two pieces its outputs are others"):
+        ensemble(torch.randn(8, 4))
+
+
 def test_transformed_ensembles_are_left_alone():
     """Under torch.func, torch.compile and torch.export there is nothing to compare; they work as ever."""
     ensemble = Ensemble(around(nn.ReLU), 2, share_after="0", share_at_test="off").eval()

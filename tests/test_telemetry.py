@@ -4,7 +4,6 @@ import io
 import json
 import math
 import re
-import resource
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -161,6 +160,7 @@ def small_disk(folder):
 
 @contextmanager
 def small_files(folder):
+    resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, limits[1]))
     try:

@@ -16,7 +16,8 @@ from cmcl import Ensemble, Recipe, fit
 from cmcl.data import Dataset
 from cmcl.data.dataset import few
 from cmcl.engine import Diverged
-from cmcl.engine.capture import check_in_place
+from cmcl.engine.capture import Before, check_in_place
+from cmcl.engine.train import Run
 from test_train import CLASSES, QUIET, ROOT, before_step, data, go, identical, interrupt, stopped, weights
 
 LINEAR = Recipe(members=2, epochs=2, batch_size=8, lr=0.1)
@@ -123,6 +124,41 @@ class Averaging(nn.Module):
         return logits + 0.1 * self.average
 
 
+class Caching(nn.Module):
+    """Makes its buffer when it is first needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = linear()
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, x):
+        if self.cache is None and self.training:
+            self.cache = torch.ones(CLASSES)
+        return self.net(x) + (0 if self.cache is None else self.cache)
+
+
+class Last(nn.Module):
+    """Remembers what it saw last, however many that are."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = linear()
+        self.register_buffer("last", torch.zeros(2, CLASSES), persistent=False)
+
+    def forward(self, x):
+        logits = self.net(x)
+        self.last = logits.detach()
+        return logits
+
+
+def one_step(ensemble):
+    """A step as `fit` would take it first."""
+    run = Run([ensemble], data(), None, LINEAR, [0], QUIET)
+    run.source.begin(0, 0)
+    return run._make_step(0)
+
+
 class TestNetworks:
     @pytest.mark.parametrize("method", ["ie", "mcl"])
     def test_a_class_that_is_masked_out(self, method):
@@ -156,11 +192,38 @@ class TestNetworks:
 
     def test_such_buffers_are_not_captured(self):
         ensemble = apart(Averaging)
-        before = list(ensemble.buffers())
-        check_in_place(before, list(ensemble.buffers()))
+        before = dict(ensemble.named_buffers())
+        check_in_place(before, dict(ensemble.named_buffers()))
         ensemble(data()[0])
-        with pytest.raises(RuntimeError, match="puts another tensor in the place of a buffer"):
-            check_in_place(before, list(ensemble.buffers()))
+        with pytest.raises(
+            RuntimeError, match="puts another tensor in the place of its buffer 'members.0.average'"
+        ):
+            check_in_place(before, dict(ensemble.named_buffers()))
+
+    @pytest.mark.parametrize("network", [Averaging, Caching, Last])
+    def test_what_a_try_changed_is_put_back(self, network):
+        """As a GPU's warm-up does, whatever became of the buffers."""
+        ensemble = apart(network).train()
+        step = one_step(ensemble)
+        before = dict(ensemble.named_buffers())
+        kept = [tensor.clone() for tensor in step.state()]
+        backup = Before(step)
+        step()
+        assert not all(map(torch.equal, step.state()[:2], kept[:2]))
+        backup.put_back()
+        assert dict(ensemble.named_buffers()).keys() == before.keys()
+        assert all(buffer is before[name] for name, buffer in ensemble.named_buffers())
+        assert all(map(torch.equal, step.state(), kept))
+
+    @pytest.mark.parametrize("network", [Caching, Last])
+    def test_buffers_that_come_or_change_their_shape(self, network, tmp_path):
+        whole, part, again = (apart(network) for _ in range(3))
+        train = DataLoader(TensorDataset(*data()), 12)  # 12, 12, 12, 4
+        fit(whole, train, recipe=LINEAR, options=QUIET)
+        with before_step(5, interrupt), pytest.raises(RuntimeError, match="stopped by SIGINT"):
+            fit(part, train, recipe=LINEAR, out=tmp_path, options=QUIET)
+        fit(again, train, recipe=LINEAR, out=tmp_path, resume=True, options=QUIET)
+        assert identical(weights(again), weights(whole))
 
     def test_state_that_is_no_tensor_is_refused_at_once(self, tmp_path):
         class Extra(nn.Linear):
@@ -168,9 +231,7 @@ class TestNetworks:
                 return {"seen": 3}
 
         ensemble = apart(lambda: nn.Sequential(nn.Flatten(), Extra(25, CLASSES)))
-        with pytest.raises(
-            TypeError, match=r"must be tensors to be saved. Got ensemble.0.members.0.1._extra_state"
-        ):
+        with pytest.raises(TypeError, match=r"Got ensemble.0.members.0.1._extra_state, from get_extra_state"):
             fit(ensemble, data(), recipe=LINEAR, out=tmp_path, options=QUIET)
         fit(ensemble, data(), recipe=LINEAR, options=QUIET)
 

@@ -6,7 +6,6 @@ exception that only a symbol raises) is found by running both: the same logits, 
 
 import copy
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .checks import first_line
+from .checks import first_line, tell
 from .members import Output, logits_of
 from .tracing import CannotCutError
 
@@ -54,14 +53,13 @@ def check_cut(
     """
     first = {type(member): (m, member) for m, member in reversed(list(enumerate(members)))}
     for m, member in first.values():
-        answer = partial(_answer, member, x=x, output=output, frozen=frozen)
+        answer = partial(_answer, member, output=output, frozen=frozen)
         try:
-            found = _difference(partial(answer, nn.Module.__call__), partial(answer, partial(in_pieces, m)))
+            found = _difference(answer, partial(in_pieces, m), x)
         except _Untold as reason:
-            warnings.warn(
+            tell(
                 f"{type(member).__name__} was cut after {place!r}; whether its pieces compute what it does "
-                f"as a whole was not found out: {reason}.",
-                stacklevel=4,  # the call of the ensemble
+                f"as a whole was not found out: {reason}."
             )
             continue
         if found is not None:
@@ -75,18 +73,22 @@ class _Untold(Exception):
 Answer = tuple[Tensor, Tensor]
 
 
-def _difference(whole: Callable[[], Answer], pieces: Callable[[], Answer]) -> str | None:
-    """How the pieces differ; None: not at all, or the network fails by itself."""
-    try:
-        expected, again = whole(), whole()
-    except _Untold:
-        raise
-    except Exception:  # whatever the network's own code raises: the user will see it where it belongs
+def _difference(answer: Callable[[Run, Tensor], Answer], in_pieces: Run, x: Tensor) -> str | None:
+    """How the pieces differ; None: not at all, or the network fails by itself, which the user will see."""
+    for some in (x[:2], x):  # two examples are enough, unless the network asks for more
+        try:
+            expected, again = (answer(nn.Module.__call__, some) for _ in range(2))
+            break
+        except _Untold:
+            raise
+        except Exception:
+            continue
+    else:
         return None
     if any(map(_differ, expected, again)):
         raise _Untold("it does not repeat itself")
     try:
-        found = pieces()
+        found = answer(in_pieces, some)
     except torch.OutOfMemoryError as error:
         raise _Untold("there is not enough memory") from error
     except Exception as error:
@@ -104,8 +106,8 @@ def _differ(ours: Tensor, theirs: Tensor) -> bool:
     return ours.shape != theirs.shape or bool((ours - theirs).norm() > TOLERANCE * theirs.norm())
 
 
-def _answer(member: nn.Module, run: Run, *, x: Tensor, output: Output | None, frozen: bool) -> Answer:
-    """The logits, and the gradients of all weights, each as one vector; of a copy, for two examples."""
+def _answer(member: nn.Module, run: Run, x: Tensor, *, output: Output | None, frozen: bool) -> Answer:
+    """The logits, and the gradients of all weights, each as one vector; of a copy."""
     with _apart_from_all(x):
         try:
             own = copy.deepcopy(member)
@@ -115,7 +117,7 @@ def _answer(member: nn.Module, run: Run, *, x: Tensor, output: Output | None, fr
             own.eval()
         for zeros in [p for p in own.parameters() if not p.any()]:
             nn.init.normal_(zeros, std=0.1)  # a head that starts at zero would hide all before it
-        (logits,) = logits_of([run(own, x[:2].detach().clone())], output)
+        (logits,) = logits_of([run(own, x.detach().clone())], output)
         values = logits.float().flatten()
         weights = [p for p in own.parameters() if p.requires_grad and p.is_leaf]  # a copied script's are not
         if not values.requires_grad or not weights:

@@ -51,6 +51,7 @@ class Recipe:
     validation: float = 0.0  # share of the training set held out for choosing
 
     def __post_init__(self) -> None:
+        _must(all(len(drop) == 2 for drop in self.drops), "drops must be pairs (when, factor)", self.drops)
         object.__setattr__(self, "drops", tuple((when, factor) for when, factor in self.drops))
         object.__setattr__(self, "network_options", dict(self.network_options))
         if self.network is not None and self.sharing is None:  # no ensemble of the caller's to ask
@@ -74,9 +75,13 @@ class Recipe:
             (0 <= self.beta < math.inf, "beta must be a finite number, 0 or more", self.beta),
             (self.samples >= 1, "samples must be 1 or more", self.samples),
             (0 <= self.share_prob <= 1, "share_prob must be between 0 and 1", self.share_prob),
-            (_whole(self.warm_start), "warm_start must be a whole number of epochs", self.warm_start),
             (
-                all(when > 0 and (isinstance(when, int) or when < 1) for when, _ in self.drops),
+                _whole(self.warm_start),
+                "warm_start must be a whole number of epochs, an int",
+                repr(self.warm_start),
+            ),
+            (
+                all(when > 0 and (_whole(when) or 0 < when < 1) for when, _ in self.drops),
                 "drops must happen at a step, a whole number, or at a share of the run, below 1",
                 self.drops,
             ),
@@ -157,7 +162,7 @@ class Recipe:
 
 
 def _whole(number: object) -> bool:
-    return isinstance(number, int) and number >= 0
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def _must(holds: bool, rule: str, got: object) -> None:

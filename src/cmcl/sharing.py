@@ -54,4 +54,4 @@ def _masks(h: Tensor, count: int, prob: float, mode: str, generator: torch.Gener
     # Drawing is what sharing costs, so 60 random bits make four masks; 15 bits meet prob to 1 in 32,768.
     bits = [torch.randint(2**60, h.shape, device=h.device, generator=generator) for _ in range(0, count, 4)]
     shifts, level = [15 * (n % 4) for n in range(count)], round(prob * 2**15)
-    return [bits[n // 4] & (0x7FFF << shift) < (level << shift) for n, shift in enumerate(shifts)]
+    return [(bits[n // 4] & (0x7FFF << shift)) < (level << shift) for n, shift in enumerate(shifts)]

@@ -89,7 +89,7 @@ def split_validation(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[
 def few(train: Dataset, count: int) -> Dataset:
     """So many of the images, drawn evenly from the classes (or groups); the same ones for every seed."""
     if count > len(train):
-        raise ValueError(f"recipe.examples must be at most {len(train)}, the whole set. Got {count}.")
+        raise ValueError(f"examples must be at most {len(train)}, the whole set. Got {count}.")
     strata: Sequence[Any] = train.targets.tolist() if train.targets.ndim == 1 else train.groups or ()
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
     taken: Counter[Any] = Counter()

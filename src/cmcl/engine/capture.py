@@ -1,7 +1,7 @@
 """A step in a CUDA graph, recorded once and replayed."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,29 +19,29 @@ class Captured:
 
     def __init__(self, step: Step, *, warm_up: int = 3) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        # detached: a clone with a gradient would tie the weights to the stream it was made on
-        kept, random = [t.detach().clone() for t in step.state()], torch.cuda.get_rng_state()
+        before, random = Before(step), torch.cuda.get_rng_state()
         try:
-            self._warm_up(step, kept, warm_up)
+            self._warm_up(step, before, warm_up)
             self._record(step)
         except BaseException:
             _renew_generator()
             raise
         finally:
             torch.cuda.set_rng_state(random)
-            _put_back(step, kept)
+            before.put_back()
 
-    def _warm_up(self, step: Step, kept: list[Tensor], times: int) -> None:
+    def _warm_up(self, step: Step, before: "Before", times: int) -> None:
         """Each call takes the same batch: there may be no other one left in this epoch."""
-        stream = torch.cuda.Stream()
+        stream, buffers = torch.cuda.Stream(), step.buffers()
         stream.wait_stream(torch.cuda.current_stream())
-        buffers = step.buffers()
-        with torch.cuda.stream(stream):
-            for _ in range(times):
-                step()
-                check_in_place(buffers, step.buffers())
-                _put_back(step, kept)
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(times):
+                    step()
+                    check_in_place(buffers, step.buffers())
+                    before.put_back()
+        finally:  # what is still under way must not come after what is put back
+            torch.cuda.current_stream().wait_stream(stream)
 
     def _record(self, step: Step) -> None:
         # thread_local: what other threads do (the compiler's, a data loader's) does not spoil the recording
@@ -57,11 +57,31 @@ class Captured:
         self.graph.replay()
 
 
-def check_in_place(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+class Before:
+    """Everything that a step changes as it was, to be put back."""
+
+    def __init__(self, step: Step) -> None:
+        modules = [module for ensemble in step.ensembles for module in ensemble.modules()]
+        self.buffers = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
+        # detached: a clone with a gradient would tie the weights to the stream it was made on
+        self.values = [(tensor, tensor.detach().clone()) for tensor in step.state()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The same tensors in their places, with the same values."""
+        for buffers, name, buffer in self.buffers:
+            buffers[name] = buffer
+        for tensor, value in self.values:
+            tensor.copy_(value)
+
+
+def check_in_place(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
     """A graph reads and writes the tensors it was recorded with."""
-    if any(old is not new for old, new in zip(before, after, strict=True)):
+    replaced = [name for name in {**before, **after} if before.get(name) is not after.get(name)]
+    if replaced:
         raise RuntimeError(
-            "a network's forward puts another tensor in the place of a buffer; write into it, by copy_"
+            f"the network's forward puts another tensor in the place of its buffer {replaced[0]!r}; write "
+            "into it, by copy_"
         )
 
 
@@ -76,12 +96,6 @@ def captured(step: Step) -> Step | Captured:
         warnings.warn(f"the step runs without a CUDA graph, and slower: {reason}", stacklevel=4)
         step.one_stream()
         return step
-
-
-@torch.no_grad()
-def _put_back(step: Step, kept: list[Tensor]) -> None:
-    for tensor, value in zip(step.state(), kept, strict=True):
-        tensor.copy_(value)
 
 
 def _renew_generator() -> None:

@@ -40,6 +40,10 @@ class DiskFullError(OSError):
     """A file did not fit on the disk; the checkpoints written before are intact."""
 
 
+class DamagedError(ValueError):
+    """All checkpoints of a run are damaged."""
+
+
 class FolderInUseError(RuntimeError):
     """Another process trains in this folder."""
 
@@ -95,7 +99,7 @@ class Checkpoints:
             return found
         if damaged:
             listed = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
-            raise ValueError(
+            raise DamagedError(
                 f"one checkpoint in {self.folder} must be whole. All are damaged ({listed}). To begin anew, "
                 "remove them, or name another folder."
             )

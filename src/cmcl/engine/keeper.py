@@ -10,7 +10,7 @@ from .state import State
 
 
 class Interrupted(RuntimeError):
-    """The run was asked to stop; it is saved and can be resumed."""
+    """The run was asked to stop; if it has a folder, it is saved there and can be resumed."""
 
 
 class Keeper:

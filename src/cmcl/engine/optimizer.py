@@ -15,7 +15,8 @@ def make_optimizer(ensembles: Sequence[Ensemble], recipe: Recipe) -> torch.optim
     """The recipe's optimiser over all members, its state ready and on the device, its lr a tensor on CUDA.
 
     Weight decay falls on the weights of convolutions and linear layers only; where such a weight is computed
-    (spectral or weight normalisation, pruning), on the parameters it is computed from, except magnitudes.
+    (spectral or weight normalisation, pruning), on the parameters it is computed from, except magnitudes
+    and what a parametrisation brings of its own.
     """
     modules = [module for ensemble in ensembles for module in ensemble.modules()]
     layers = [m for m in modules if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]

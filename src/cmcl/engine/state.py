@@ -19,6 +19,8 @@ from .optimizer import make_optimizer
 from .tally import Tally
 from .telemetry import DeadMembers
 
+OTHERS = "buffer."  # begins the names of buffers outside the state_dict
+
 
 class State:
     """R ensembles in training, with optimiser, sums, alarms and random streams."""
@@ -43,20 +45,22 @@ class State:
 
     def check(self) -> None:
         """Whether all of it can be saved."""
-        strange = [key for key, value in self.tensors().items() if not isinstance(value, Tensor)]
+        strange = [key for key in self.tensors() if key.endswith("_extra_state")]
         if strange:
             raise TypeError(
-                f"the state of a network must be tensors to be saved. Got {strange[0]}, which is none "
-                "(get_extra_state?); keep it in a buffer, or train without out=."
+                f"the state of a network must be parameters and buffers to be saved. Got {strange[0]}, from "
+                "get_extra_state; keep it in a buffer, or train without out=."
             )
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it that is tensors, by name."""
         named: dict[str, Tensor] = {}
         for r, (ensemble, tally) in enumerate(zip(self.ensembles, self.tallies, strict=True)):
-            # buffers too, since those that are not persistent are in no state_dict
-            kept = dict(ensemble.named_buffers()) | ensemble.state_dict()
-            named |= {f"ensemble.{r}.{key}": tensor for key, tensor in kept.items()}
+            weights = ensemble.state_dict()
+            named |= {f"ensemble.{r}.{key}": tensor for key, tensor in weights.items()}
+            # and what is not persistent
+            others = {key: b for key, b in ensemble.named_buffers() if key not in weights}
+            named |= {f"{OTHERS}{r}.{key}": buffer for key, buffer in others.items()}
             named |= {f"tally.{r}.{i}": tensor for i, tensor in enumerate(tally.state())}
             named[f"random.{r}"] = self.randomness[r]
         for i, moments in enumerate(self.optimizer.state.values()):
@@ -82,17 +86,18 @@ class State:
             kept, now = checkpoint.state.get(name, facts[name]), facts[name]
             if kept != now:
                 raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")
-        own = self.tensors()
-        shapes, kept_shapes = ({key: t.shape for key, t in d.items()} for d in (own, checkpoint.tensors))
-        if shapes != kept_shapes:
-            different = sorted(dict(shapes.items() ^ kept_shapes.items()))
+        own, saved = self.tensors(), checkpoint.tensors
+        shapes, kept_shapes = ({key: t.shape for key, t in d.items()} for d in (own, saved))
+        unlike = {key for key in {**own, **saved} if shapes.get(key) != kept_shapes.get(key)}
+        different = sorted(key for key in unlike if not key.startswith(OTHERS))  # caches come and go
+        if different:
             raise ValueError(
                 "networks and kind of device must be those of the run to be resumed. "
                 f"Got another {different[0]}, and {len(different) - 1} more differences."
             )
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(checkpoint.tensors[name])
+            for name in own.keys() - unlike:
+                own[name].copy_(saved[name])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(checkpoint.tensors["random.cuda"])
         for alarm, kept in zip(self.alarms, checkpoint.state["alarms"], strict=True):

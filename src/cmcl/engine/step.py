@@ -57,7 +57,7 @@ class Step:
     def __call__(self) -> None:
         """Train by one batch."""
         self.optimizer.zero_grad(set_to_none=True)
-        before = [_flat(group) for group in _by_dtype(self.buffers())]
+        before = _copies(self.buffers())
         for piece in range(self._pieces()):
             calls = [partial(self._loss, repeat, piece) for repeat in range(len(self.ensembles))]
             totals = self.repeats(calls)  # R scalars; repeats share no weights, so their sum is R trainings
@@ -70,13 +70,12 @@ class Step:
         broken = torch.stack([tally.broken() for tally in self.tallies]).amax(0)
         self.optimizer.found_inf = broken  # type: ignore[attr-defined]
         self.optimizer.step()
-        for group, kept in zip(_by_dtype(self.buffers()), before, strict=True):
-            _unflatten(torch.where(broken > 0, kept, _flat(group)), group)
+        _undo(broken, self.buffers(), before)
         self.source.advance()
 
-    def buffers(self) -> list[Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """Those of all ensembles as they are now: a network may put another tensor in a buffer's place."""
-        return [b for e in self.ensembles for b in e.buffers()]
+        return {f"{r}.{name}": b for r, e in enumerate(self.ensembles) for name, b in e.named_buffers()}
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step changes."""
@@ -165,19 +164,36 @@ def _clip(ensemble: Ensemble, limit: float | None) -> Tensor:
     return norm
 
 
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    dtypes = dict.fromkeys(t.dtype for t in tensors)
-    return [[t for t in tensors if t.dtype == dtype] for dtype in dtypes]
+def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Views of one copy for each dtype: many small tensors would cost a launch each."""
+    copies: dict[str, Tensor] = {}
+    for group in _by_dtype(buffers):
+        parts = _flat(group).split([b.numel() for b in group.values()])
+        copies |= {name: part.view(b.shape) for (name, b), part in zip(group.items(), parts, strict=True)}
+    return copies
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
-    """One copy of them all: many small tensors would cost a launch each."""
-    return torch.cat([t.reshape(-1) for t in tensors])
+def _undo(broken: Tensor, buffers: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """Write what was before into buffers, if `broken`; not into those that are new or of another shape."""
+    fitting = {name: b for name, b in buffers.items() if name in before and _alike(b, before[name])}
+    for group in _by_dtype(fitting):
+        values = torch.where(broken > 0, _flat({name: before[name] for name in group}), _flat(group))
+        parts = values.split([b.numel() for b in group.values()])
+        views = [part.view(b.shape) for part, b in zip(parts, group.values(), strict=True)]
+        torch._foreach_copy_(list(group.values()), views)
 
 
-def _unflatten(values: Tensor, tensors: list[Tensor]) -> None:
-    parts = values.split([t.numel() for t in tensors])
-    torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _by_dtype(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    dtypes = dict.fromkeys(t.dtype for t in tensors.values())
+    return [{name: t for name, t in tensors.items() if t.dtype == dtype} for dtype in dtypes]
+
+
+def _flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors.values()])
 
 
 def _autocast(device: torch.device, precision: str) -> Any:

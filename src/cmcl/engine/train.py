@@ -4,7 +4,6 @@ R repeats (seeds) of one ensemble train together; N examples.
 """
 
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from .. import checks
 from ..data.dataset import IGNORE
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
@@ -141,9 +141,7 @@ class Run:
                 if step is None or epoch == self.recipe.warm_start:
                     step = self._make_step(epoch)
                 self._epoch(epoch, step)
-            self._check_finite()
-            self.keeper.save()
-            self.keeper.stop_if_asked()
+            self.keeper.save_or_stop()
         scores = [] if self.test is None else [self._scores(e, self.test) for e in self.state.ensembles]
         return Result(self.rows, scores, self.state.step, self.keeper.seconds())
 
@@ -159,9 +157,9 @@ class Run:
             images += self.source.size
             step()
             state.step += 1
-            speed = images / (time.perf_counter() - begun)
-            done = epoch + (state.step - steps.start) / len(steps)
-            self.progress.advance(done, lr=self._lr(state.step - 1), images_per_second=speed)
+            self.progress.advance(
+                epoch + (state.step - steps.start) / len(steps), lr=self._lr(state.step - 1)
+            )
             if self.device.type == "cpu":  # on a GPU, looking would wait for the device
                 self._check_finite()
             if state.step < min(steps.stop, self.steps):  # the last one is saved after its report
@@ -191,8 +189,7 @@ class Run:
                 row |= self._scores(ensemble, self.held_out)
             if epochs > self.recipe.warm_start and (dead := alarm.update(row["win_rates"])):
                 row["dead_members"] = dead
-                # unlike warn, says the same again in the next run of this process
-                warnings.warn_explicit(f"{self._whose(seed)}{alarm.warning(dead)}", UserWarning, __file__, 0)
+                checks.tell(f"{self._whose(seed)}{alarm.warning(dead)}")
             self.rows.append(row)
             self.progress.epoch(row if self._whose(seed) else row | {"seed": None})
             self.telemetry.write(row)
@@ -241,8 +238,8 @@ class Run:
         options = self.options
         self.keeper = stack.enter_context(Keeper(out, self.state, self.steps, options.checkpoint_seconds))
         board = out / "tensorboard" if out and options.tensorboard else None
-        self.telemetry = Telemetry(out and out / "telemetry.jsonl", tensorboard=board)
         self.keeper.restore(resume)
+        self.telemetry = Telemetry(out and out / "telemetry.jsonl", tensorboard=board)
         self.telemetry.rewind(self._done())
         self.progress = stack.enter_context(Progress(self._epochs(), quiet=options.quiet))
 

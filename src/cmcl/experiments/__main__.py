@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from ..engine import Diverged, Interrupted, Options
+from ..engine.checkpoint import DamagedError
 from .campaign import campaign
 from .deadline import parse_budget, stopping_after
 from .paper import CELLS, select
@@ -57,7 +58,7 @@ def _run(asked: argparse.Namespace) -> int:
         except Interrupted as stop:
             _say(f"{name}: {stop}".replace("go on with resume=True", "the same command goes on"))
             return 3
-        except Diverged as error:
+        except (Diverged, DamagedError) as error:
             _say(f"{name}: {error}")
             code = 1
             continue

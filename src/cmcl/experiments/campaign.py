@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..engine import Diverged, Interrupted, Options
-from ..engine.checkpoint import FolderInUseError
+from ..engine.checkpoint import DamagedError, FolderInUseError
 from ..engine.setup import find_device
 from .costs import EXAMPLES, at_its_own_speed, expected_seconds
 from .deadline import parse_budget, stopping_after
@@ -32,7 +32,13 @@ ORDER = (  # words that a cell's `where` holds; one seed of each, until it says 
     *(("fig4a",), ("table3", "vggnet17"), ("table2", "m5"), ("table3", "googlenet18"), ("table2", "m10")),
 )
 FIRST = (("table3", "resnet20", "cifar10"), ("table1",))  # get more seeds before the rest has one
-SKIPPED = (Diverged, FolderInUseError, FileNotFoundError, torch.OutOfMemoryError)  # on to the next run
+SKIPPED = (
+    Diverged,
+    DamagedError,
+    FolderInUseError,
+    FileNotFoundError,
+    torch.OutOfMemoryError,
+)  # on to the next run
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ RESNET = replace(
     drops=((0.5, 0.1), (0.75, 0.1)),
 )
 # How the paper prepares SVHN was never published. Not whitened: it has little fine structure, and on held-out
-# images whitening made a third more errors (results/svhn-preprocessing.txt).
+# images whitening made half as many errors again (results/svhn-preprocessing.txt).
 SVHN: dict[str, Any] = {"data": "svhn", "preprocess": "mean_std"}
 SVHN_STEPS = {"vggnet17": 58_200, "googlenet18": 58_200, "resnet20": 93_120}
 FCN = Recipe(
