@@ -18,6 +18,7 @@ import torch
 from cmcl.demo import METHODS, one_thread, scores
 from cmcl.engine import Options
 from cmcl.experiments import find
+from cmcl.experiments.environment import commit
 from cmcl.experiments.records import Record
 from cmcl.experiments.run import run
 
@@ -36,7 +37,7 @@ def main() -> None:
         found = {method: [measure(f"{stem}-{method}", seed, out) for seed in seeds] for method in METHODS}
     more = " --segmentation" if asked.segmentation else ""
     print(f"$ python benchmarks/demo_seeds.py --seeds {seeds[0]} {seeds[-1]}{more}")
-    print(f"torch {torch.__version__}, {platform.machine()}, one thread")
+    print(f"torch {torch.__version__}, {platform.machine()}, one thread, commit {commit()}")
     print(f"{len(seeds)} seeds, {seeds[0]} to {seeds[-1]}")
     print(f"{stem}: errors on the test images in percent, mean ± standard deviation\n")
     print(f"{'':8}{'top-1':>16}{'oracle':>16}{'ECE':>16}")
