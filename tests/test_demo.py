@@ -1,5 +1,6 @@
 """`cmcl demo`: in small for its parts, whole (slow) for the paper's point."""
 
+import inspect
 import json
 import re
 from dataclasses import replace
@@ -9,8 +10,15 @@ import pytest
 import torch
 
 from cmcl.cli.demo import MORE_SEEDS
+from cmcl.cli.demo import demo as cli_demo
 from cmcl.demo import METHODS, demo
 from cmcl.experiments.recipes import RECIPES
+
+
+def test_the_command_shows_the_seed_that_the_function_does():
+    """The command cannot ask it before torch is imported."""
+    command, function = (inspect.signature(f).parameters["seed"].default for f in (cli_demo, demo))
+    assert command == function
 
 
 @pytest.fixture

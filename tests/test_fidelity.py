@@ -445,6 +445,22 @@ def test_too_little_memory_is_no_fault_of_the_cut(monkeypatch):
         assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
 
 
+def test_too_little_memory_for_the_whole():
+    class Hungry(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            Hungry.calls += isinstance(x, torch.Tensor) and not isinstance(x, torch.fx.Proxy)
+            if Hungry.calls == 1:
+                raise torch.OutOfMemoryError("no")
+            return x.relu()
+
+    ensemble = Ensemble(around(Hungry), 2, share_after="0")
+    Hungry.calls = 0
+    with pytest.warns(UserWarning, match="was not found out: there is not enough memory"):
+        ensemble(torch.randn(3, 4))
+
+
 def test_a_network_that_cannot_be_copied_is_not_judged_and_that_is_said():
     class Alone(nn.Module):
         def forward(self, x):

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "cmcl"
 
 # A module imports only from those before it.
 ORDER = [
-    *("lazy", "files", "checks", "modes", "recipe"),
+    *("lazy", "files", "telling", "checks", "modes", "recipe"),
     *("objectives", "sharing", "metrics", "prediction", "networks", "data"),
     *("tracing", "cuts", "split", "places", "members", "fidelity", "ensemble"),
     *("finetuning", "saving", "adversarial"),

@@ -6,8 +6,6 @@ CPU tensors, or everywhere with CMCL_DEBUG=1, because on a GPU it would wait for
 
 import math
 import os
-import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -244,16 +242,3 @@ def kind(value: object) -> str:
     return (
         f"{type(value).__name__} {value!r}" if isinstance(value, str | int | float) else type(value).__name__
     )
-
-
-def tell(text: str) -> None:
-    """A warning at the user's own line, each time: Python would tell an equal one only once in a process."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("cmcl", "torch"):
-        frame = frame.f_back
-    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
-
-
-def first_line(error: BaseException) -> str:
-    """What to tell of an error in a warning."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

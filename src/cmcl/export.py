@@ -24,6 +24,7 @@ from .ensemble import Ensemble
 from .files import replacing
 from .members import in_turn
 from .prediction import Prediction, answer
+from .telling import first_line
 
 FORMATS = ("onnx", "torch")
 OUTPUTS = Prediction._fields  # probs (B, C, ...), member_probs (M, B, C, ...), entropy (M, B), chosen (B,)
@@ -115,7 +116,7 @@ def _predict(ensemble: Ensemble, example: Tensor) -> Prediction:
         types = {str(p.dtype).removeprefix("torch.") for p in ensemble.parameters()}
         raise ValueError(
             f"example must be a batch that the members take; they compute in {', '.join(sorted(types))}. "
-            f"Got {checks.kind(example)}. torch says: {_first_line(error)}."
+            f"Got {checks.kind(example)}. torch says: {first_line(error)}."
         ) from error
 
 
@@ -125,16 +126,12 @@ def _trace(graph: Graph, example: Tensor) -> torch.export.ExportedProgram:
         try:
             return torch.export.export(graph, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
         except Exception as error:  # of many types, most of them private
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
     # Not "from error": that one carries pages of torch's own state.
     raise ValueError(
         "the members must be networks that torch.export can record: no Python `if` on the values of tensors, "
         f"no TorchScript. Got {reason}. Put torch.where in place of the `if`; docs/export.md has more cases."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0].strip().rstrip(".")
 
 
 def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> Runner:
@@ -160,7 +157,7 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> Runner:
         while cause.__cause__ is not None:  # the innermost names the operation
             cause = cause.__cause__
         raise ValueError(
-            f"ONNX must have every operation of the network. Got {_first_line(cause)}. "
+            f"ONNX must have every operation of the network. Got {first_line(cause)}. "
             "Put other operations in its place, or export with format='torch'."
         ) from None
     return onnx_runner(path)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .checks import first_line, tell
 from .members import Output, logits_of
+from .telling import first_line, tell
 from .tracing import CannotCutError
 
 TOLERANCE = 0.01  # of the values' norm; what is computed in another order differs by far less
@@ -56,7 +56,8 @@ def check_cut(
         answer = partial(_answer, member, output=output, frozen=frozen)
         try:
             found = _difference(answer, partial(in_pieces, m), x)
-        except _Untold as reason:
+        except (_Untold, torch.OutOfMemoryError) as error:
+            reason = error if isinstance(error, _Untold) else "there is not enough memory"
             tell(
                 f"{type(member).__name__} was cut after {place!r}; whether its pieces compute what it does "
                 f"as a whole was not found out: {reason}."
@@ -79,7 +80,7 @@ def _difference(answer: Callable[[Run, Tensor], Answer], in_pieces: Run, x: Tens
         try:
             expected, again = (answer(nn.Module.__call__, some) for _ in range(2))
             break
-        except _Untold:
+        except (_Untold, torch.OutOfMemoryError):
             raise
         except Exception:
             continue
@@ -89,8 +90,8 @@ def _difference(answer: Callable[[Run, Tensor], Answer], in_pieces: Run, x: Tens
         raise _Untold("it does not repeat itself")
     try:
         found = answer(in_pieces, some)
-    except torch.OutOfMemoryError as error:
-        raise _Untold("there is not enough memory") from error
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return f"it fails ({error})"
     for what, ours, theirs in zip(("outputs", "gradients"), found, expected, strict=True):

@@ -81,7 +81,7 @@ class Recipe:
                 repr(self.warm_start),
             ),
             (
-                all(when > 0 and (_whole(when) or 0 < when < 1) for when, _ in self.drops),
+                all(when > 0 and (_whole(when) or when < 1) for when, _ in self.drops),
                 "drops must happen at a step, a whole number, or at a share of the run, below 1",
                 self.drops,
             ),

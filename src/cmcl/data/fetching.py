@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import digest
+from ..telling import first_line
 from .files import data_root, nearest
 from .published import ICOSEG_SITE, PUBLISHED
 
@@ -79,11 +80,11 @@ class _Download:
         try:
             self._download(url, requests)
         except requests.HTTPError as error:
-            message = f"{url} must be served by the site. Got: {_first_line(error)}."
+            message = f"{url} must be served by the site. Got: {first_line(error)}."
             raise ConnectionError(f"{message} Try again later, or name another site.") from None
         except (requests.RequestException, EOFError) as error:
             have = self.part.stat().st_size
-            message = f"{url} must arrive whole. Got {have:,} bytes, then: {_first_line(error)}."
+            message = f"{url} must arrive whole. Got {have:,} bytes, then: {first_line(error)}."
             raise ConnectionError(f"{message} Run the command again: it goes on from there.") from None
         except OSError as error:
             message = f"{self.part} must be written whole. Got: {error.strerror or error}."
@@ -155,10 +156,6 @@ def _first_byte(response: Any) -> int | None:
     """Where the part that a site sends begins: `Content-Range: bytes 100-999/1000`."""
     first = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("-")[0]
     return int(first) if first.isdecimal() else None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0].rstrip(".")
 
 
 def _import_pooch() -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..checks import first_line
+from ..telling import first_line
 from .step import Step
 
 

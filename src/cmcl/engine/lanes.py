@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import first_line
 from ..members import in_turn
+from ..telling import first_line
 
 Function = Callable[..., Any]
 

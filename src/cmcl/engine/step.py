@@ -168,8 +168,7 @@ def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Views of one copy for each dtype: many small tensors would cost a launch each."""
     copies: dict[str, Tensor] = {}
     for group in _by_dtype(buffers):
-        parts = _flat(group).split([b.numel() for b in group.values()])
-        copies |= {name: part.view(b.shape) for (name, b), part in zip(group.items(), parts, strict=True)}
+        copies |= zip(group, _views(_flat(group), group), strict=True)
     return copies
 
 
@@ -178,9 +177,7 @@ def _undo(broken: Tensor, buffers: dict[str, Tensor], before: dict[str, Tensor])
     fitting = {name: b for name, b in buffers.items() if name in before and _alike(b, before[name])}
     for group in _by_dtype(fitting):
         values = torch.where(broken > 0, _flat({name: before[name] for name in group}), _flat(group))
-        parts = values.split([b.numel() for b in group.values()])
-        views = [part.view(b.shape) for part, b in zip(parts, group.values(), strict=True)]
-        torch._foreach_copy_(list(group.values()), views)
+        torch._foreach_copy_(list(group.values()), _views(values, group))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -194,6 +191,12 @@ def _by_dtype(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def _flat(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors.values()])
+
+
+def _views(flat: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """The way back: a part for each, of its shape."""
+    parts = flat.split([t.numel() for t in tensors.values()])
+    return [part.view(t.shape) for part, t in zip(parts, tensors.values(), strict=True)]
 
 
 def _autocast(device: torch.device, precision: str) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from .. import checks
 from ..data.dataset import IGNORE
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from ..recipe import Recipe
+from ..telling import tell
 from .capture import Captured, captured
 from .keeper import Keeper
 from .optimizer import set_lr
@@ -189,7 +189,7 @@ class Run:
                 row |= self._scores(ensemble, self.held_out)
             if epochs > self.recipe.warm_start and (dead := alarm.update(row["win_rates"])):
                 row["dead_members"] = dead
-                checks.tell(f"{self._whose(seed)}{alarm.warning(dead)}")
+                tell(f"{self._whose(seed)}{alarm.warning(dead)}")
             self.rows.append(row)
             self.progress.epoch(row if self._whose(seed) else row | {"seed": None})
             self.telemetry.write(row)

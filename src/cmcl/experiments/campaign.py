@@ -32,13 +32,8 @@ ORDER = (  # words that a cell's `where` holds; one seed of each, until it says 
     *(("fig4a",), ("table3", "vggnet17"), ("table2", "m5"), ("table3", "googlenet18"), ("table2", "m10")),
 )
 FIRST = (("table3", "resnet20", "cifar10"), ("table1",))  # get more seeds before the rest has one
-SKIPPED = (
-    Diverged,
-    DamagedError,
-    FolderInUseError,
-    FileNotFoundError,
-    torch.OutOfMemoryError,
-)  # on to the next run
+# of one run; on to the next
+SKIPPED = (Diverged, DamagedError, FolderInUseError, FileNotFoundError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True)

@@ -148,12 +148,11 @@ def _dense(
     stem: str, base: Recipe, warm_start: int, chosen: Mapping[str, dict[str, Any]]
 ) -> Iterator[tuple[str, Recipe]]:
     """Segmentation: MCL and CMCL go on from members that were trained as an independent ensemble."""
-    for method in ("ie", "mcl", "cmcl"):
-        own = replace(base, **(BOTH if method == "cmcl" else {"method": method}), **chosen.get(method, {}))
-        if method == "ie":
-            yield f"{stem}-ie", own
-        elif base.members > 1:  # one member alone is the same for every method
-            yield f"{stem}-{method}", replace(own, warm_start=warm_start)  # K=1: the paper names none
+    ie, mcl, cmcl = (replace(base, **chosen.get(method, {})) for method in ("ie", "mcl", "cmcl"))
+    yield f"{stem}-ie", ie
+    if base.members > 1:  # one member alone is the same for every method
+        yield f"{stem}-mcl", replace(mcl, method="mcl", warm_start=warm_start)
+        yield f"{stem}-cmcl", replace(cmcl, warm_start=warm_start, **BOTH)  # K=1: the paper names none
 
 
 def _small() -> Iterator[tuple[str, Recipe]]:

@@ -1,0 +1,17 @@
+"""What a person is told of what went wrong."""
+
+import sys
+import warnings
+
+
+def tell(text: str) -> None:
+    """A warning at the user's own line, each time: Python would tell an equal one only once in a process."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("cmcl", "torch"):
+        frame = frame.f_back
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def first_line(error: BaseException) -> str:
+    """What to tell of an error within a sentence: its first line, or its name."""
+    return str(error).strip().partition("\n")[0].strip().rstrip(".") or type(error).__name__
