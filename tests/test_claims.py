@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cmcl.experiments import CELLS, TARGETS, find
-from cmcl.experiments.claims import FAILS, HOLDS, JUDGES, UNMEASURED, judge
+from cmcl.experiments.claims import FAILS, HOLDS, JUDGES, NEARLY, UNMEASURED, judge
 from cmcl.experiments.specialists import median_entropy, pooled, specialisation
 from report_samples import made_record, whole_paper
 
@@ -48,12 +48,14 @@ def test_nothing_is_measured_without_records():
 
 def test_the_papers_own_numbers_agree_with_its_claims():
     found = {v.where: v.status for v in judge(printed(ALL))}
-    assert {found[where] for where in ("abstract", "table 1", "table 2", "introduction")} == {HOLDS}
+    assert found["table 2"] == found["introduction"] == HOLDS
+    # 3.68 against 3.94 % of SVHN, and 14.78 against 14.83 % of CIFAR-10: single runs could differ so
+    assert found["abstract"] == found["table 1"] == NEARLY
 
 
 def test_the_abstract_by_hand():
     both = verdict(printed(RESNETS), "abstract")
-    assert both.status == HOLDS
+    assert [part.status for part in both.parts] == [HOLDS, NEARLY]
     assert both.parts[0].found == "8.75 against 10.18 %: 14.0 % lower (single runs); paper: 14.05 % lower"
     half = verdict(printed(RESNETS[:2]), "abstract")
     assert (half.status, half.measured) == (UNMEASURED, 1)
@@ -76,7 +78,7 @@ def test_differences_within_the_noise_are_called_so():
 
     ie, cmcl = "cifar10-resnet20-ie", "cifar10-resnet20-cmcl"
     noisy = verdict([*runs(ie, 9.0, 11.0), *runs(cmcl, 8.9, 10.9)], "abstract")
-    assert noisy.parts[0].found.startswith("9.90 against 10.00 %: 1.0 % lower, within the noise of the runs")
+    assert noisy.parts[0].found.startswith("9.90 against 10.00 %: 1.0 % lower, within the noise;")
     clear = verdict([*runs(ie, 9.9, 10.1), *runs(cmcl, 8.9, 9.1)], "abstract")
     assert clear.parts[0].found.startswith("9.00 against 10.00 %: 10.0 % lower;")
 
@@ -123,7 +125,7 @@ def test_short_runs_are_left_out_of_the_costs_and_told():
     assert counted.status == HOLDS
     assert left.status == "left out"
     assert left.text.startswith("icoseg, 5 fcn")
-    assert left.found.startswith("112 against 15 s: 7.47 times; not counted: in runs under 120 s")
+    assert left.found == "112 against 15 s: 7.47 times; under 120 s, mostly compiling"
     alone = verdict(short, "introduction")
     assert (alone.status, len(alone.parts)) == (UNMEASURED, 2)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cmcl.experiments import CELLS, claims
+from cmcl.experiments import CELLS, claims, noise
 from cmcl.experiments.claims import judge
 from cmcl.experiments.evidence import Evidence
+from cmcl.experiments.noise import within_noise
 from cmcl.experiments.records import load_records
-from cmcl.report import documents, noise, story, tables
+from cmcl.report import documents, story, tables
 from cmcl.report.comparing import of_runs
-from cmcl.report.noise import within_noise
 from report_samples import made_record, whole_paper
 
 ROOT = Path(__file__).parents[1]

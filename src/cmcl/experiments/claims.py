@@ -7,15 +7,15 @@ from the claim as printed. M members, K overlap.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import sqrt
 from statistics import fmean, median
 from typing import Any
 
-from .evidence import Evidence, Records, Spread
+from .evidence import Evidence, Records
 from .paper import TARGETS
 from .specialists import median_entropy, pooled, specialisation
 
 HOLDS, FAILS, UNMEASURED = "holds", "does not hold", "not yet measured"
+NEARLY = "holds, within the noise"
 LEFT_OUT = "left out"  # of a part alone
 
 ENOUGH = 0.5  # of a printed reduction: the sign alone would call noise a success
@@ -34,6 +34,7 @@ class Part:
     text: str  # what must be so
     holds: bool | None = None  # None: not yet measured
     found: str = ""  # the numbers
+    noise: bool = False  # the numbers differ by no more than chance may
     left_out: bool = False  # measured, told, and not counted
 
     @property
@@ -41,7 +42,9 @@ class Part:
         """In words."""
         if self.left_out:
             return LEFT_OUT
-        return UNMEASURED if self.holds is None else HOLDS if self.holds else FAILS
+        if self.holds is None:
+            return UNMEASURED
+        return (NEARLY if self.noise else HOLDS) if self.holds else FAILS
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Verdict:
     def status(self) -> str:
         """Fails with any part that fails, holds when all do."""
         found = [part.status for part in self.parts]
-        return next((status for status in (FAILS, UNMEASURED) if status in found), HOLDS)
+        return next((status for status in (FAILS, UNMEASURED, NEARLY) if status in found), HOLDS)
 
     @property
     def counted(self) -> int:
@@ -83,24 +86,29 @@ def _printed(claim: Mapping[str, str]) -> list[float]:
     return [float(number) for number in re.findall(r"([\d.]+) %", claim["claim"])]
 
 
-def _lower(what: str, mine: Spread, other: Spread, printed: float | None = None) -> Part:
-    """`mine` is lower than `other`, by at least half of the printed share."""
+def _lower(
+    found: Evidence, what: str, cell: str, rival: str, printed: float | None = None, key: str = "top1"
+) -> Part:
+    """The error of a cell is lower than its rival's, by at least half of the printed share."""
     least = 0.0 if printed is None else ENOUGH * printed
     text = what if printed is None else f"{what}, by {least:.1f} % or more (half of what is printed)"
+    mine, other = found.error(cell, key), found.error(rival, key)
     if mine is None or other is None:
         return Part(text)
-    share = _gain(other, mine)
+    share, noise = _gain(other, mine), found.is_noise(cell, rival, key)
     beside = "" if printed is None else f"; paper: {printed:.2f} % lower"
-    return Part(text, share >= least and share > 0, _change(other, mine) + beside)
+    return Part(text, share >= least and share > 0, _change(other, mine, noise) + beside, noise)
 
 
-def _flat(what: str, before: Spread, after: Spread, *, flat: bool = True) -> Part:
+def _flat(found: Evidence, what: str, few: str, many: str, *, flat: bool = True) -> Part:
     """The error changes by less than 1 %, up or down; or, with flat=False, falls by that or more."""
     text = f"{what} ({f'under {FLAT:g} % lower or higher' if flat else f'at least {FLAT:g} % lower'})"
+    before, after = found.error(few), found.error(many)
     if before is None or after is None:
         return Part(text)
-    gain = _gain(before, after)
-    return Part(text, abs(gain) < FLAT if flat else gain >= FLAT, _change(before, after))
+    gain, noise = _gain(before, after), found.is_noise(few, many)
+    holds = abs(gain) < FLAT if flat else gain >= FLAT
+    return Part(text, holds, _change(before, after, noise), noise and not flat)
 
 
 def _mean(text: str, values: list[float], bound: float, *, below: bool, form: str) -> Part:
@@ -116,21 +124,19 @@ def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
     return 100 * (before["mean"] - after["mean"]) / before["mean"] if before["mean"] else 0.0
 
 
-def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """In words; a difference smaller than its standard error is called noise."""
-    gain, difference = _gain(before, after), abs(before["mean"] - after["mean"])
+def _change(before: Mapping[str, Any], after: Mapping[str, Any], noise: bool) -> str:
+    """In words."""
+    gain = _gain(before, after)
     word = "lower" if gain >= 0 else "higher"
     text = f"{after['mean']:.2f} against {before['mean']:.2f} %: {abs(gain):.1f} % {word}"
-    if before["std"] is None or after["std"] is None:
-        return f"{text} (single runs)" if before["n"] == after["n"] == 1 else text
-    noise = sqrt(before["std"] ** 2 / before["n"] + after["std"] ** 2 / after["n"])
-    return f"{text}, within the noise of the runs" if difference < noise else text
+    single = before["n"] == after["n"] == 1
+    return f"{text}{', within the noise' if noise else ''}{' (single runs)' if single else ''}"
 
 
 def _abstract(found: Evidence, printed: list[float]) -> Iterator[Part]:
     for data, title, share in zip(("cifar10", "svhn"), ("CIFAR-10", "SVHN"), printed, strict=True):
         stem = f"table3/{data}-resnet20"
-        yield _lower(f"{title}: CMCL below IE", found.error(f"{stem}-cmcl"), found.error(f"{stem}-ie"), share)
+        yield _lower(found, f"{title}: CMCL below IE", f"{stem}-cmcl", f"{stem}-ie", share)
 
 
 def _table1(found: Evidence, printed: list[float]) -> Iterator[Part]:
@@ -144,19 +150,16 @@ def _table1(found: Evidence, printed: list[float]) -> Iterator[Part]:
         numbers = f"MCL {mcl:.2f}, IE {ie:.2f}, CMCL {cmcl:.2f} %: {100 * closed:.0f} % closed"
         yield Part(text, closed >= REPAIRED, numbers)
     stem = "table1/cifar10-cnn-cmcl"
-    yield _lower("sharing lowers top-1", found.error(f"{stem}-sharing"), found.error(stem))
+    shared, both = f"{stem}-sharing", f"{stem}-sharing-sampled"
+    yield _lower(found, "sharing lowers top-1", shared, stem)
     for key, title in (("top1", "top-1"), ("oracle", "oracle")):
-        both, one = (found.error(f"{stem}-{more}", key) for more in ("sharing-sampled", "sharing"))
-        yield _lower(f"stochastic labels lower {title}", both, one)
+        yield _lower(found, f"stochastic labels lower {title}", both, shared, key=key)
 
 
 def _table2(found: Evidence, printed: list[float]) -> Iterator[Part]:
-    ten = found.error("table2/cifar10-cnn-m10-ie")
-    cmcl = found.error("table2/cifar10-cnn-m10-cmcl-k4")
-    yield _lower("M=10, K=4: CMCL below IE", cmcl, ten, printed[0])
-    yield _flat(
-        "IE neither gains nor loses from 5 to 10 members", found.error("table2/cifar10-cnn-m5-ie"), ten
-    )
+    five, ten, cmcl = (f"table2/cifar10-cnn-{cell}" for cell in ("m5-ie", "m10-ie", "m10-cmcl-k4"))
+    yield _lower(found, "M=10, K=4: CMCL below IE", cmcl, ten, printed[0])
+    yield _flat(found, "IE neither gains nor loses from 5 to 10 members", five, ten)
 
 
 def _cost(found: Evidence, printed: list[float]) -> Iterator[Part]:
@@ -180,8 +183,7 @@ def _cost(found: Evidence, printed: list[float]) -> Iterator[Part]:
         text = f"{data}, {members} {network}: CMCL takes at most {ALMOST:g} times as long as IE or MCL"
         numbers = f"{mine:.0f} against {other:.0f} s: {mine / other:.2f} times"
         if min(mine, other) < LONG:
-            why = f"not counted: in runs under {LONG:.0f} s starting and compiling weigh more than the method"
-            yield Part(text, found=f"{numbers}; {why}", left_out=True)
+            yield Part(text, found=f"{numbers}; under {LONG:.0f} s, mostly compiling", left_out=True)
         else:
             compared += 1
             yield Part(text, mine <= ALMOST * other, numbers)
@@ -219,23 +221,21 @@ def _figure2(found: Evidence, printed: list[float]) -> Iterator[Part]:
 
 
 def _figure4a(found: Evidence, printed: list[float]) -> Iterator[Part]:
-    stem = "fig4a/cifar10-resnet20"
     ie5, ie10, cmcl5, cmcl10 = (
-        found.error(f"{stem}-m{m}-{method}") for method in ("ie", "cmcl") for m in (5, 10)
+        f"fig4a/cifar10-resnet20-m{m}-{method}" for method in ("ie", "cmcl") for m in (5, 10)
     )
-    yield _lower("M=10: CMCL below IE with sharing", cmcl10, ie10, printed[0])
-    yield _flat("IE with sharing is flat from 5 to 10 members", ie5, ie10)
-    yield _flat("CMCL is not", cmcl5, cmcl10, flat=False)
+    yield _lower(found, "M=10: CMCL below IE with sharing", cmcl10, ie10, printed[0])
+    yield _flat(found, "IE with sharing is flat from 5 to 10 members", ie5, ie10)
+    yield _flat(found, "CMCL is not", cmcl5, cmcl10, flat=False)
 
 
 def _figure4b(found: Evidence, printed: list[float]) -> Iterator[Part]:
-    def error(m: int, method: str) -> Spread:
-        return found.error(f"fig4bc/icoseg-fcn-m{m}-{method}")
-
-    yield _lower("M=5: CMCL below IE", error(5, "cmcl"), error(5, "ie"), printed[0])
+    stem = "fig4bc/icoseg-fcn-m"
+    yield _lower(found, "M=5: CMCL below IE", f"{stem}5-cmcl", f"{stem}5-ie", printed[0])
     for m in range(2, 6):  # one member alone is the same for every method
         for other in ("ie", "mcl"):
-            yield _lower(f"M={m}: CMCL below {other.upper()}", error(m, "cmcl"), error(m, other))
+            what = f"M={m}: CMCL below {other.upper()}"
+            yield _lower(found, what, f"{stem}{m}-cmcl", f"{stem}{m}-{other}")
 
 
 JUDGES: dict[str, Callable[[Evidence, list[float]], Iterator[Part]]] = {

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
+from .noise import independent, within_noise
 from .paper import CELLS
 from .records import Record, summarise
 
@@ -34,6 +35,14 @@ class Evidence:
         """The records that a cell's numbers are made from, by seed."""
         files = {record.file_name: record for record in self.records}
         return [files[name] for name in self.cells[cell]["records"]]
+
+    def is_noise(self, cell: str, rival: str, key: str = "top1") -> bool:
+        """Whether the errors of two cells, both measured, differ by no more than chance may."""
+        mine, other = self.error(cell, key), self.error(rival, key)
+        if mine is None or other is None:
+            raise ValueError(f"both must be measured. Got {cell} and {rival}.")
+        examples = [independent(record) for id in (cell, rival) for record in self.standing(id)]
+        return within_noise(mine, other, min((n for n in examples if n), default=None))
 
     def in_figure(self, figure: str) -> list[Record]:
         """The records of a figure's panel, such as "fig1a"."""

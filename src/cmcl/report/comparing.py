@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ..experiments.noise import independent, is_dense, spread_of, within_noise
 from ..experiments.records import Record
-from .noise import spread_of, within_noise
 from .story import modest
 from .words import LONG, METHODS, NETWORKS, data_name, method_of, spread
 
@@ -116,7 +116,7 @@ def _told(cmcl: Sequence[Record], ie: Sequence[Record]) -> str:
     """What the difference is worth."""
     mine, other, examples = spread_of(cmcl), spread_of(ie), cmcl[0].test_examples
     one = "one run each" if mine["n"] == other["n"] == 1 else ""
-    if within_noise(mine, other, _independent(cmcl[0])):
+    if within_noise(mine, other, independent(cmcl[0])):
         noise = f"a difference within the noise of {examples:,} test {_noun(cmcl[0])}s"
         return noise + (f" and {one}" if one else "")
     share = 100 * (mine["mean"] - other["mean"]) / other["mean"] if other["mean"] else 0.0
@@ -128,7 +128,7 @@ def _near(method: str, found: dict[str, list[Record]]) -> str:
     if "cmcl" not in found:
         return ""
     mine, other = spread_of(found[method]), spread_of(found["cmcl"])
-    noise = within_noise(mine, other, _independent(found["cmcl"][0]))
+    noise = within_noise(mine, other, independent(found["cmcl"][0]))
     return f" (within the noise of {METHODS['cmcl']}'s)" if noise else ""
 
 
@@ -142,7 +142,7 @@ def _oracle(found: dict[str, list[Record]]) -> str:
 
 
 def _things(record: Record) -> str:
-    return "the pixels" if _dense(record) else f"the test {_noun(record)}s"
+    return "the pixels" if is_dense(record) else f"the test {_noun(record)}s"
 
 
 def _noun(record: Record) -> str:
@@ -150,18 +150,9 @@ def _noun(record: Record) -> str:
     return "example" if record.recipe["data"] is None else "image"
 
 
-def _dense(record: Record) -> bool:
-    return "test" in record.entropy
-
-
-def _independent(record: Record) -> int | None:
-    """How many answers were measured that err each on its own; pixels do not."""
-    return None if _dense(record) else record.test_examples
-
-
 def _grain(record: Record) -> str:
     count = record.test_examples
-    few = count < FEW and not _dense(record)
+    few = count < FEW and not is_dense(record)
     return f"One of the {count} test {_noun(record)}s is {100 / count:.2f} %." if few else ""
 
 

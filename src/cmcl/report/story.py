@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..experiments.claims import FAILS, HOLDS, Verdict
+from ..experiments.claims import FAILS, HOLDS, NEARLY, Verdict
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import TARGETS
 from ..experiments.records import Record
-from .noise import within_noise
 from .words import DATA, spread
 
 PAPER = "Confident multiple choice learning"
@@ -36,8 +35,8 @@ def of_the_paper(records: Records) -> str:
         cells = [f"table3/{data}-resnet20-{method}" for method in ("cmcl", "ie")]
         mine, other = (found.error(cell) for cell in cells)
         if mine and other:
-            examples = min(found.standing(cell)[0].test_examples for cell in cells)
-            beside = f"({_numbers(mine, other, examples)}; paper: {_printed(data):.2f} % fewer)"
+            noise = ", within the noise" if found.is_noise(*cells) else ""
+            beside = f"({_numbers(mine, other)}{noise}; paper: {_printed(data):.2f} % fewer)"
             change = _change(mine["mean"], other["mean"])
             parts.append(f"{change}{'' if parts else ' errors'} on {DATA[data]} {beside}")
     if not parts:
@@ -49,10 +48,9 @@ def of_the_paper(records: Records) -> str:
     )
 
 
-def _numbers(mine: Mapping[str, Any], other: Mapping[str, Any], examples: int) -> str:
+def _numbers(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     runs = "one run each" if mine["n"] == other["n"] == 1 else f"n = {mine['n']} and {other['n']}"
-    noise = ", within the noise" if within_noise(mine, other, examples) else ""
-    return f"{spread(mine)} against {spread(other)} %, {runs}{noise}"
+    return f"{spread(mine)} against {spread(other)} %, {runs}"
 
 
 def _printed(data: str) -> float:
@@ -69,11 +67,12 @@ def _change(mine: float, other: float) -> str:
 def how_far(records: Records, verdicts: Sequence[Verdict]) -> str:
     """How much of the paper is measured."""
     measured, printed = _measured(Evidence.of(records))
-    count = {status: sum(v.status == status for v in verdicts) for status in (HOLDS, FAILS)}
-    rest = len(verdicts) - sum(count.values())
+    held, near, failed = (sum(v.status == status for v in verdicts) for status in (HOLDS, NEARLY, FAILS))
+    rest = len(verdicts) - held - near - failed
+    noise = f" ({near} within the noise)" if near else ""
     return (
         f"{measured} of the {printed} cells of Tables 1 to 3 are measured. Of the paper's "
-        f"{len(verdicts)} claims {count[HOLDS]} held up, {count[FAILS]} did not, {rest} are not yet measured "
+        f"{len(verdicts)} claims {held + near} held up{noise}, {failed} did not, {rest} are not yet measured "
         "in full."
     )
 

@@ -9,7 +9,6 @@ from ..experiments.claims import judge
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import CELLS, TARGETS, Cell
 from ..experiments.records import Record
-from .noise import within_noise
 from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread
 
 Summary = Mapping[str, Any]  # as `summarise` returns it
@@ -139,8 +138,7 @@ def _side(found: Evidence, cell: str, rival: str, key: str) -> str | None:
     own, ie = (found.cells[id]["paper"][key] for id in (cell, rival))
     if own == ie or min(mine["n"], other["n"]) < 2:
         return None
-    examples = min(record.test_examples for id in (cell, rival) for record in found.standing(id))
-    if within_noise(mine, other, examples):
+    if found.is_noise(cell, rival, key):
         return "near"
     return "same" if (mine["mean"] < other["mean"]) == (own < ie) else "other"
 
@@ -240,9 +238,10 @@ def paper_markdown(number: int, records: Records) -> str:
 
 
 def claims_markdown(records: Records) -> str:
-    """Every claim with its verdict."""
+    """Every claim with its verdict, and below it the parts that are measured."""
     lines = ["| where | claim | verdict | measured |", "|---|---|---|---|"]
     for verdict in judge(records):
-        found = "; ".join(f"{part.text}: {part.status}, {part.found}" for part in verdict.parts if part.found)
-        lines.append(_line([verdict.where, verdict.claim, verdict.status, found or "–"]))
+        lines.append(f"| **{verdict.where}** {_line([verdict.claim, verdict.status, ''])}")
+        parts = (part for part in verdict.parts if part.found)
+        lines += [_line(["", part.text, part.status, part.found]) for part in parts]
     return "\n".join(lines)

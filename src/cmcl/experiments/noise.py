@@ -5,7 +5,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Any
 
-from ..experiments.records import Record
+from .records import Record
 
 TIMES = 2  # standard errors, or test images, that a difference must exceed
 
@@ -26,6 +26,16 @@ def within_noise(mine: Mapping[str, Any], other: Mapping[str, Any], examples: in
     # rounded: records hold six digits, and two images apart must count as two
     difference = float(f"{abs(mine['mean'] - other['mean']):.6g}")
     return difference <= float(f"{TIMES * max(sqrt(variance), one):.6g}")
+
+
+def independent(record: Record) -> int | None:
+    """How many answers were measured that err each on its own; pixels do not."""
+    return None if is_dense(record) else record.test_examples
+
+
+def is_dense(record: Record) -> bool:
+    """Whether every pixel has an answer."""
+    return "test" in record.entropy
 
 
 def spread_of(records: Sequence[Record], key: str = "top1") -> dict[str, Any]:
