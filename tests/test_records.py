@@ -8,13 +8,14 @@ import torch
 
 import cmcl
 from cmcl.data.dataset import Dataset
+from cmcl.data.preprocess import MeanStd
 from cmcl.engine.checkpoint import FolderInUseError, locked
 from cmcl.engine.train import Run
 from cmcl.experiments import Cell, environment, find
 from cmcl.experiments.measure import errors, measure
 from cmcl.experiments.recipes import DIGITS, RECIPES
 from cmcl.experiments.records import Record, choose, fills, known_checksums, load_records, summarise
-from cmcl.experiments.run import build, run, run_folder
+from cmcl.experiments.run import build, load_sets, run, run_folder
 
 OPTIONS = cmcl.Options(device="cpu", quiet=True)
 TINY = replace(
@@ -103,6 +104,20 @@ def test_held_out_errors_are_kept(tmp_path):
     (record,) = run(recipe, out=tmp_path, name="tiny-search", options=OPTIONS)
     assert set(record.validation) == {"top1", "oracle", "picked", "averaged"}
     assert choose([record])["chosen_on"] == "validation"
+
+
+def test_held_out_images_are_not_looked_at(tmp_path):
+    """Nor by the whitening; and what was saved is fitted again to the same ones."""
+    recipe = replace(TINY, preprocess="mean_std", validation=0.25)
+    sets = load_sets(recipe, cache=tmp_path)
+    raw = cmcl.data.load("digits")
+    kept, _ = cmcl.data.split_validation(raw, 0.25)
+    torch.testing.assert_close(
+        sets.transform.transform(raw.images), MeanStd().fit(kept).transform(raw.images)
+    )
+    build(recipe, 0, sets.transform).save(tmp_path / "saved")
+    again = cmcl.load(tmp_path / "saved", root=tmp_path).transform
+    assert again.checksum == sets.transform.checksum != MeanStd().fit(raw).checksum
 
 
 def test_what_fills_a_cell(records):

@@ -238,8 +238,13 @@ class TestNetworks:
 
 def test_other_data_are_not_resumed(tmp_path):
     stopped(tmp_path, 7)
-    with pytest.raises(ValueError, match="examples must be that of the run to be resumed, 40. Got 32."):
+    kept = "data must be that of the run to be resumed, 40 examples with targets [0-9a-f]{12}. Got"
+    with pytest.raises(ValueError, match=f"{kept} 32 examples"):
         go(tmp_path, resume=True, train=data(32))
+    images, targets = data()
+    with pytest.raises(ValueError, match=f"{kept} 40 examples"):
+        go(tmp_path, resume=True, train=(images, targets.roll(1)))
+    go(tmp_path, resume=True, train=(images + 1e-7, targets))  # whitened on another device
 
 
 WORKERS = """

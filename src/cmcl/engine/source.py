@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..data.batches import Batch, LoaderBatches, epoch_seed, permutation
+from ..data.checksum import tensor_checksum
 
 
 class Resident:
@@ -29,6 +30,8 @@ class Resident:
             )
         self.images, self.targets = images.to(device), targets.to(device)
         self.examples, self.seeds = len(images), seeds
+        # Targets tell data apart; images may be whitened anew, and differ in the last bits.
+        self.name = f"{self.examples} examples with targets {tensor_checksum({'': targets})[:12]}"
         self.batch_size = min(batch_size, self.examples)
         rows = self.examples // self.batch_size + 1  # the most steps that can start in one epoch
         self._order = torch.zeros(len(seeds), rows, self.batch_size, dtype=torch.long, device=device)
@@ -91,6 +94,7 @@ class Loaded:
         self.batches = LoaderBatches(loader, device, seeds[0])
         self.batch_size = loader.batch_size or 1
         self.examples = len(loader) * self.batch_size
+        self.name = f"{len(loader)} batches of {self.batch_size}"
         self._iterator: Iterator[Batch] = iter(())
         self._batch: Batch | None = None
 

@@ -33,10 +33,10 @@ class State:
         classes: int,
         device: torch.device,
         task: TaskLoss | None = None,
-        examples: int | None = None,  # of the training data
+        data: str = "",  # what is learned from, in words
     ) -> None:
         self.ensembles, self.seeds, self.recipe, self.device = ensembles, list(seeds), recipe, device
-        self.task, self.examples = _name(task), examples
+        self.task, self.data = _name(task), data
         self.optimizer = make_optimizer(ensembles, recipe)
         self.tallies = [Tally(len(e.members), classes, device) for e in ensembles]
         self.alarms = [DeadMembers(len(e.members), recipe.objective["overlap"]) for e in ensembles]
@@ -75,14 +75,14 @@ class State:
             "recipe": self.recipe.to_json(),
             "seeds": self.seeds,
             "task": self.task,
-            "examples": self.examples,
+            "data": self.data,
             "alarms": [alarm.state() for alarm in self.alarms],
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint of the same run."""
         facts = self.facts()
-        for name in ("recipe", "seeds", "task", "examples"):
+        for name in ("recipe", "seeds", "task", "data"):
             kept, now = checkpoint.state.get(name, facts[name]), facts[name]
             if kept != now:
                 raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")

@@ -128,7 +128,7 @@ class Run:
             self.source = Resident(images, targets, recipe.batch_size, seeds, self.device)
         self.ignore_index = IGNORE if targets.ndim > 1 and not targets.is_floating_point() else None
         classes = count_classes(ensembles[0], images[:2].to(self.device), targets)
-        self.state = State(ensembles, seeds, recipe, classes, self.device, task, self.source.examples)
+        self.state = State(ensembles, seeds, recipe, classes, self.device, task, self.source.name)
         self.steps = recipe.total_steps(self.source.examples, self.source.batch_size)
         self.rows: list[dict[str, Any]] = []
 

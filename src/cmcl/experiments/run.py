@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import data
 from ..data.cache import fitted, transformed
-from ..data.dataset import Dataset, few
+from ..data.dataset import Dataset, few, split_validation
 from ..data.preprocess import PRESETS, Transform
 from ..engine import Options, Result, fit
 from ..engine.checkpoint import locked
@@ -170,7 +170,9 @@ def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
     if preset is None:
         return Sets(train, test, test.images, outside, None, checksums)
     pictures = test.images
-    transform = fitted(preset(), train, cache)
+    # What the choice is made by must not be looked at.
+    learned = split_validation(train, recipe.validation)[0] if recipe.validation else train
+    transform = fitted(preset(), learned, cache)
     train, test = (transformed(transform, one, cache) for one in (train, test))
     outside = outside and transformed(transform, outside, cache)
     return Sets(train, test, pictures, outside, transform, checksums)
