@@ -21,7 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cmcl
-from cmcl.engine.checkpoint import Checkpoints, DiskFullError, FolderInUseError, Interrupt, locked
+from cmcl.engine.checkpoint import Checkpoints
+from cmcl.engine.interrupt import Interrupt
+from cmcl.engine.locking import FolderInUseError, locked
+from cmcl.files import DiskFullError
 
 MOVES = {
     "as it is": lambda t: t,
@@ -460,7 +463,7 @@ class TestKill:
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from cmcl.engine.checkpoint import locked
+from cmcl.engine.locking import locked
 with locked(Path(sys.argv[1])):
     worker = os.fork()
     if worker:
@@ -522,7 +525,7 @@ class TestLock:
 # Three loops, ended by SIGINT, by SIGTERM and by SIGINT twice.
 LOOPS = """
 import signal, time
-from cmcl.engine.checkpoint import Interrupt
+from cmcl.engine.interrupt import Interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in case the tests run in the background of a shell
 for _ in range(2):
     with Interrupt() as interrupt:

@@ -9,7 +9,7 @@ import torch
 import cmcl
 from cmcl.data.dataset import Dataset
 from cmcl.data.preprocess import MeanStd
-from cmcl.engine.checkpoint import FolderInUseError, locked
+from cmcl.engine.locking import FolderInUseError, locked
 from cmcl.engine.train import Run
 from cmcl.experiments import Cell, environment, find
 from cmcl.experiments.measure import errors, measure

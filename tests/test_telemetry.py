@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from cmcl.engine import telemetry
-from cmcl.engine.checkpoint import DiskFullError
 from cmcl.engine.telemetry import DeadMembers, Progress, Telemetry
-from cmcl.files import replacing
+from cmcl.files import DiskFullError, replacing
 
 ROW = {"epoch": 3, "loss": 1.23456, "lr": 0.05, "images_per_second": 51234.5, "top1": 10.181, "oracle": 3.83}
 

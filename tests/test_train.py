@@ -29,8 +29,10 @@ from cmcl.data import Dataset
 from cmcl.engine import Diverged, Interrupted
 from cmcl.engine import step as engine_step
 from cmcl.engine import train as engine_train
-from cmcl.engine.checkpoint import Checkpoints, DiskFullError, FolderInUseError, locked
+from cmcl.engine.checkpoint import Checkpoints
+from cmcl.engine.locking import FolderInUseError, locked
 from cmcl.engine.setup import fitting
+from cmcl.files import DiskFullError
 from cmcl.finetuning import OneStem
 
 ROOT = Path(__file__).parents[1]

@@ -1,11 +1,19 @@
 """Files that are either whole or not there."""
 
+import errno
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a quota, a limit on file sizes
+
+
+class DiskFullError(OSError):
+    """A file of a run did not fit on the disk; the checkpoints written before are intact."""
 
 
 @contextmanager
@@ -26,6 +34,22 @@ def replacing(path: Path) -> Iterator[Path]:
         _sync_folder(path.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def needing_room(path: Path) -> Iterator[None]:
+    """Turns the error of a full disk, while `path` is written, into one that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        free = shutil.disk_usage(path.parent).free / 1e6
+        raise DiskFullError(
+            error.errno,
+            f"{path} must fit on its disk, which has {free:.1f} MB left ({error.strerror}). "
+            "Free some space, then resume: the checkpoints written before are intact",
+        ) from error
 
 
 def digest(path: Path, algorithm: str = "sha256") -> str:

@@ -99,7 +99,7 @@ def engine_options(device: str, precision: str, **more: Any) -> "Options":
 def ending(cure: str = "the same command goes on") -> Iterator[None]:
     """A run that was stopped leaves with exit code 3, one that diverged with 1, each with its one line."""
     from ..engine import Diverged, Interrupted
-    from ..engine.checkpoint import FolderInUseError
+    from ..engine.locking import FolderInUseError
 
     try:
         yield

@@ -5,7 +5,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from .checkpoint import Checkpoints, Interrupt, locked
+from .checkpoint import Checkpoints
+from .interrupt import Interrupt
+from .locking import locked
 from .state import State
 
 

@@ -17,8 +17,7 @@ import rich.progress
 from rich.console import Console
 from rich.table import Column
 
-from ..files import replacing
-from .checkpoint import needing_room
+from ..files import needing_room, replacing
 
 FORMATS = {  # the numbers of a row that a person wants to see
     "seed": "seed {}",

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..engine import Diverged, Interrupted, Options
-from ..engine.checkpoint import DamagedError, FolderInUseError
+from ..engine.checkpoint import DamagedError
+from ..engine.locking import FolderInUseError
 from ..engine.setup import find_device
 from .costs import EXAMPLES, at_its_own_speed, expected_seconds
 from .deadline import parse_budget, stopping_after

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..engine import Interrupted
-from ..engine.checkpoint import Interrupt
+from ..engine.interrupt import Interrupt
 
 TIME_OVER = "time over"
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}

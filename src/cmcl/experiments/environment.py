@@ -15,8 +15,8 @@ import torch
 
 from .. import __version__
 from ..engine import Options
-from ..engine.checkpoint import needing_room
 from ..engine.setup import find_device
+from ..files import needing_room
 
 FACTS = ("device", "precision", "versions", "commit")
 STRETCHES = "environment.jsonl"  # in a run folder: a line each time it is started or resumed

@@ -18,7 +18,7 @@ from ..data.cache import fitted, transformed
 from ..data.dataset import Dataset, few, split_validation
 from ..data.preprocess import PRESETS, Transform
 from ..engine import Options, Result, fit
-from ..engine.checkpoint import locked
+from ..engine.locking import locked
 from ..engine.setup import hold_out
 from ..ensemble import Ensemble
 from ..files import replacing
