@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cmcl.engine import telemetry
-from cmcl.engine.telemetry import DeadMembers, Progress, Telemetry
+from cmcl.engine import progress
+from cmcl.engine.progress import Progress
+from cmcl.engine.telemetry import DeadMembers, Telemetry
 from cmcl.files import DiskFullError, replacing
 
 ROW = {"epoch": 3, "loss": 1.23456, "lr": 0.05, "images_per_second": 51234.5, "top1": 10.181, "oracle": 3.83}
@@ -332,7 +333,7 @@ def use_terminal(monkeypatch):
 @pytest.fixture
 def clock(monkeypatch):
     now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now.seconds)
     return now
 
 

@@ -21,6 +21,7 @@ from ..telling import tell
 from .capture import Captured, captured
 from .keeper import Keeper
 from .optimizer import set_lr
+from .progress import Progress
 from .scoring import evaluate
 from .setup import (
     Data,
@@ -37,7 +38,7 @@ from .setup import (
 from .source import Loaded, Resident, Source
 from .state import State
 from .step import Step
-from .telemetry import Progress, Telemetry
+from .telemetry import Telemetry
 
 
 @dataclass
