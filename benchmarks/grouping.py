@@ -47,8 +47,9 @@ class PlainNorm(nn.Module):
         mean, variance = wide.mean((0, 2, 3)), wide.var((0, 2, 3), correction=0)
         n = x.numel() / x.shape[1]
         with torch.no_grad():
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * (n / (n - 1)), self.momentum)
+            kept, new = 1 - self.momentum, self.momentum  # vmap does not know lerp_
+            self.running_mean.mul_(kept).add_(mean, alpha=new)
+            self.running_var.mul_(kept).add_(variance, alpha=new * n / (n - 1))
             self.num_batches_tracked.add_(1)
         scale = self.weight * (variance + self.eps).rsqrt()
         return (wide * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(x.dtype)
