@@ -544,16 +544,19 @@ class TestNaN:
 
 
 def test_memory_of_a_captured_run_is_bounded():
-    """A second capture (after a warm start) and 50 replays need no more than the first."""
-    recipe = Recipe(members=M, epochs=4, batch_size=B, lr=0.01, warm_start=2)
+    """Neither a second capture (after a warm start) nor more runs need much more than one graph."""
+    recipe = Recipe(members=M, epochs=4, batch_size=B, lr=0.01)
     options = Options(quiet=True, compile=False)
-    fit(build(), examples(), recipe=recipe, options=options)
-    torch.cuda.reset_peak_memory_stats()
-    fit(build(), examples(), recipe=recipe, options=options)
-    first = torch.cuda.max_memory_allocated()
-    for _ in range(3):
+
+    def peak(recipe):
+        torch.cuda.reset_peak_memory_stats()
         fit(build(), examples(), recipe=recipe, options=options)
-    assert torch.cuda.max_memory_allocated() <= 1.1 * first
+        return torch.cuda.max_memory_allocated()
+
+    peak(recipe)  # what stays loaded
+    one = peak(recipe)
+    two = [peak(replace(recipe, warm_start=2)) for _ in range(4)]
+    assert max(two) <= 1.3 * one
 
 
 def test_the_same_network_on_cpu_and_gpu():

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -21,24 +22,28 @@ BASE = Recipe(epochs=10)
         (dict(method="dropout"), "method must be one of 'ie', 'mcl', 'cmcl'. Got 'dropout'."),
         (dict(optimizer="lion"), "optimizer must be one of 'sgd', 'adam', 'adamw'. Got 'lion'."),
         (dict(labels="smooth"), "labels must be one of 'exact', 'sampled'. Got 'smooth'."),
-        (dict(examples=0), "examples must be 1 or more. Got 0."),
-        (dict(members=0, overlap=0), "members must be 1 or more. Got 0."),
-        (dict(overlap=0), "overlap must be between 1 and 5. Got 0."),
+        (dict(examples=0), "examples must be an int, 1 or more. Got 0."),
+        (dict(members=0, overlap=0), "members must be an int, 1 or more. Got 0."),
+        (dict(overlap=0), "overlap must be an int, 1 or more. Got 0."),
+        (dict(members=None), "members must be an int, 1 or more. Got None."),
+        (dict(batch_size=8.0), "batch_size must be an int, 1 or more. Got 8.0."),
+        (dict(epochs=None, steps=10.5), "steps must be an int, 1 or more. Got 10.5."),
+        (dict(decay_steps=0), "decay_steps must be an int, 1 or more. Got 0."),
         (dict(overlap=6), "overlap must be between 1 and 5. Got 6."),
         (dict(beta=-0.1), "beta must be a finite number, 0 or more. Got -0.1."),
         (dict(beta=float("inf")), "beta must be a finite number, 0 or more. Got inf."),
         (dict(beta=float("nan")), "beta must be a finite number, 0 or more. Got nan."),
-        (dict(samples=0), "samples must be 1 or more. Got 0."),
+        (dict(samples=0), "samples must be an int, 1 or more. Got 0."),
         (dict(share_prob=1.1), "share_prob must be between 0 and 1. Got 1.1."),
         (dict(validation=1.0), "validation must be at least 0 and below 1. Got 1.0."),
         (dict(validation=-0.1), "validation must be at least 0 and below 1. Got -0.1."),
-        (dict(batch_size=0), "batch_size must be 1 or more. Got 0."),
-        (dict(accumulate=0), "accumulate must divide batch_size. Got 0."),
+        (dict(batch_size=0), "batch_size must be an int, 1 or more. Got 0."),
+        (dict(accumulate=0), "accumulate must be an int, 1 or more. Got 0."),
         (dict(accumulate=3), "accumulate must divide batch_size. Got 3."),
         (dict(steps=10), "give either epochs or steps. Got (10, 10)."),
         (dict(epochs=None), "give either epochs or steps. Got (None, None)."),
         (dict(epochs=0), "epochs or steps must be positive and finite. Got 0."),
-        (dict(epochs=None, steps=-3), "epochs or steps must be positive and finite. Got -3."),
+        (dict(epochs=None, steps=-3), "steps must be an int, 1 or more. Got -3."),
         (dict(lr=0.0), "lr must be positive and finite. Got 0.0."),
         (dict(lr=float("nan")), "lr must be positive and finite. Got nan."),
         (dict(lr=float("inf")), "lr must be positive and finite. Got inf."),
@@ -48,6 +53,10 @@ BASE = Recipe(epochs=10)
         (dict(decay=1.5), "decay must be above 0 and at most 1. Got 1.5."),
         (dict(clip=0.0), "clip must be positive. Got 0.0."),
         (dict(clip=-1.0), "clip must be positive. Got -1.0."),
+        (dict(weight_decay=-1e-4), "weight_decay must be 0 or more. Got -0.0001."),
+        (dict(adversarial=-0.1), "adversarial must be 0 or more. Got -0.1."),
+        (dict(drops=((0.5, -0.1),)), "drops must be by positive factors. Got ((0.5, -0.1),)."),
+        (dict(beta=Fraction(1, 2)), "beta must be plain Python, to be kept as JSON. Got Fraction(1, 2)."),
         (dict(adversarial=0.1, sharing=True), "adversarial training must go without sharing. Got both."),
     ],
 )
@@ -110,6 +119,15 @@ class TestSchedule:
         lrs = [recipe.lr_at(step, 64) for step in (0, 31, 32, 47, 48, 63)]
         assert lrs == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.01, 0.01], rel=1e-12)
 
+    def test_a_share_that_rounding_would_put_off(self):
+        recipe = replace(BASE, lr=1.0, drops=((0.55, 0.1),))  # 0.55 * 100 is 55.00000000000001
+        assert [recipe.lr_at(step, 100) for step in (54, 55)] == pytest.approx([1.0, 0.1])
+
+    def test_exponential_by_step(self):
+        recipe = replace(BASE, lr=8.0, decay=0.5, decay_steps=10)
+        for steps in (30, 1000):  # however long the run is
+            assert [recipe.lr_at(step, steps) for step in (0, 10, 20)] == pytest.approx([8.0, 4.0, 2.0])
+
     def test_exponential(self):
         recipe = replace(BASE, lr=8.0, decay=0.25)
         # half of the way down is the square root of a quarter
@@ -119,6 +137,13 @@ class TestSchedule:
         recipe = replace(BASE, lr=8.0, decay=0.25, drops=((50, 0.1),))
         assert recipe.lr_at(49, 100) == pytest.approx(8 * 0.25**0.49)
         assert recipe.lr_at(50, 100) == pytest.approx(0.4)
+
+
+def test_equal_recipes_have_equal_hashes():
+    whole, same = replace(BASE, epochs=2), replace(BASE, epochs=2.0)
+    assert (whole == same, whole.hash == same.hash) == (True, True)
+    assert replace(BASE, decay_steps=10).hash != BASE.hash
+    assert not {"examples", "decay_steps"} & BASE.to_json().keys(), "as runs of before have it"
 
 
 @pytest.mark.parametrize(

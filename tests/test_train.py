@@ -29,9 +29,9 @@ from cmcl.data import Dataset
 from cmcl.engine import Diverged, Interrupted
 from cmcl.engine import step as engine_step
 from cmcl.engine import train as engine_train
+from cmcl.engine.admission import fitting
 from cmcl.engine.checkpoint import Checkpoints
 from cmcl.engine.locking import FolderInUseError, locked
-from cmcl.engine.setup import fitting
 from cmcl.files import DiskFullError
 from cmcl.finetuning import OneStem
 
@@ -228,13 +228,13 @@ class TestDeadMembers:
         torch.manual_seed(0)
         return Ensemble([nn.Sequential(nn.Flatten(), nn.Linear(25, CLASSES)), Stubborn(3)])
 
-    def run(self, **changes):
+    def run(self, *, out=None, resume=False, **changes):
         recipe = Recipe(members=2, epochs=6, batch_size=B, lr=0.1, **changes)
         images, _ = data()
-        targets = torch.arange(N) % 3  # never the stubborn member's answer
+        train = images, torch.arange(N) % 3  # never the stubborn member's answer
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            rows = fit(self.build(), (images, targets), recipe=recipe, seed=9, options=QUIET).rows
+            rows = fit(self.build(), train, recipe=recipe, seed=9, out=out, resume=resume, options=QUIET).rows
         return [row.get("dead_members") for row in rows], [str(w.message) for w in seen]
 
     def test_the_alarm_sounds_once_with_what_to_try(self):
@@ -255,6 +255,13 @@ class TestDeadMembers:
             for _ in range(2):
                 fit(self.build(), (images, torch.arange(N) % 3), recipe=recipe, seed=9, options=QUIET)
         assert len([w for w in seen if "won under a tenth" in str(w.message)]) == 2
+
+    def test_a_resumed_run_goes_on_counting(self, tmp_path):
+        second = N // B + 1  # a step of the second epoch
+        with before_step(second, interrupt), pytest.raises(Interrupted):
+            self.run(out=tmp_path)
+        dead, _ = self.run(out=tmp_path, resume=True)
+        assert dead == [None, [1], None, None, None], "of the epochs 2 to 6"
 
     def test_not_while_it_warms_up(self):
         dead, _ = self.run(warm_start=2)

@@ -1,9 +1,11 @@
 """The training loop at its edges: strange networks, uneven batches, signals to a whole group of processes."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +17,22 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from cmcl import Ensemble, Recipe, fit
 from cmcl.data import Dataset
 from cmcl.data.dataset import few
-from cmcl.engine import Diverged
+from cmcl.engine import Diverged, Interrupted
 from cmcl.engine.capture import Before, check_in_place
 from cmcl.engine.train import Run
-from test_train import CLASSES, QUIET, ROOT, before_step, data, go, identical, interrupt, stopped, weights
+from test_train import (
+    CLASSES,
+    QUIET,
+    RECIPE,
+    ROOT,
+    before_step,
+    data,
+    go,
+    identical,
+    interrupt,
+    stopped,
+    weights,
+)
 
 LINEAR = Recipe(members=2, epochs=2, batch_size=8, lr=0.1)
 
@@ -245,6 +259,47 @@ def test_other_data_are_not_resumed(tmp_path):
     with pytest.raises(ValueError, match=f"{kept} 40 examples"):
         go(tmp_path, resume=True, train=(images, targets.roll(1)))
     go(tmp_path, resume=True, train=(images + 1e-7, targets))  # whitened on another device
+
+
+def test_other_batches_are_not_resumed(tmp_path):
+    """Their number decides where in the data a step is."""
+
+    def loader(size):
+        return DataLoader(TensorDataset(*data()), size)
+
+    with before_step(4, interrupt), pytest.raises(Interrupted):
+        fit(apart(), loader(8), recipe=LINEAR, out=tmp_path, options=QUIET)
+    for train in (loader(4), data()):
+        with pytest.raises(
+            ValueError, match="data must be that of the run to be resumed, 5 batches of 8. Got"
+        ):
+            fit(apart(), train, recipe=LINEAR, out=tmp_path, resume=True, options=QUIET)
+
+
+def test_another_recipe_is_told_by_what_differs(tmp_path):
+    stopped(tmp_path, 7)
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (the whole text is compared)
+        go(tmp_path, resume=True, recipe=replace(RECIPE, lr=0.5))
+    kept = f"recipe must be that of the run to be resumed, lr={RECIPE.lr}. Got lr=0.5."
+    assert str(error.value) == kept
+
+
+def test_one_step_at_a_time_is_kept():
+    """A graph holds its memory: that of the warm start must be gone before the next one is made."""
+    made = []
+    make = Run._make_step
+
+    def watched(run, epoch):
+        gc.collect()
+        assert all(before() is None for before in made)
+        step = make(run, epoch)
+        made.append(weakref.ref(step))
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_make_step", watched)
+        fit(apart(), data(), recipe=replace(LINEAR, warm_start=1), options=QUIET)
+    assert len(made) == 2
 
 
 WORKERS = """

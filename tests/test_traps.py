@@ -82,9 +82,10 @@ def test_what_is_chosen_by_is_not_the_test_set():
     recipe = Recipe(method="ie", members=1, epochs=2, batch_size=50, lr=0.01, validation=0.2)
     test = cmcl.data.load("digits", split="test")[:77]
     cmcl.fit(ensemble, train, recipe=recipe, test=test, options=cmcl.Options(quiet=True, evaluate_every=1))
+    assert looked[:2] == [2, 2], "whether they fit; what they score is seen by nobody"
     assert looked.count(77) == 1, "the test set once, at the end"
     assert looked[-1] == 77
-    assert len(looked) == 3
+    assert len(looked) == 2 + 3
 
 
 def test_out_of_distribution_scores_come_from_the_data_outside():

@@ -10,6 +10,9 @@ from typing import Any
 
 METHODS = ("ie", "mcl", "cmcl")
 OPTIMIZERS = ("sgd", "adam", "adamw")
+MAY_BE_NONE = ("examples", "steps", "decay_steps")
+COUNTS = ("members", "overlap", "samples", "batch_size", "accumulate", *MAY_BE_NONE)
+LATER = {"examples", "decay_steps"}  # came later: runs of before know nothing of them, and can be resumed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,8 @@ class Recipe:
     nesterov: bool = False
     weight_decay: float = 0.0  # on the weights of convolutions and linear layers only
     drops: tuple[tuple[float, float], ...] = ()  # (when, factor): an int is a step, a float below 1 a share
-    decay: float = 1.0  # lr falls exponentially to this share of itself at the end
+    decay: float = 1.0  # lr falls exponentially to this share of itself...
+    decay_steps: int | None = None  # ...every so many steps; None: by the end
     clip: float | None = None  # largest norm of an ensemble's gradient
     validation: float = 0.0  # share of the training set held out for choosing
 
@@ -54,26 +58,33 @@ class Recipe:
         _must(all(len(drop) == 2 for drop in self.drops), "drops must be pairs (when, factor)", self.drops)
         object.__setattr__(self, "drops", tuple((when, factor) for when, factor in self.drops))
         object.__setattr__(self, "network_options", dict(self.network_options))
+        if isinstance(self.epochs, float) and self.epochs.is_integer():  # 2.0 is 2, also in a hash
+            object.__setattr__(self, "epochs", int(self.epochs))
         if self.network is not None and self.sharing is None:  # no ensemble of the caller's to ask
             object.__setattr__(self, "sharing", False)
         _one_of("method", self.method, METHODS)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("labels", self.labels, ("exact", "sampled"))
+        for name in COUNTS:
+            count = getattr(self, name)
+            left_out = count is None and name in MAY_BE_NONE
+            _must(
+                left_out or (_whole(count) and count >= 1), f"{name} must be an int, 1 or more", repr(count)
+            )
         for holds, rule, got in self._rules():
             _must(holds, rule, got)
+        for name, value in asdict(self).items():
+            _must(_is_json(value), f"{name} must be plain Python, to be kept as JSON", repr(value))
 
     def _rules(self) -> list[tuple[bool, str, object]]:
-        length, divides = self.epochs or self.steps or 0, self.batch_size % max(self.accumulate, 1) == 0
+        length, divides = self.epochs or self.steps or 0, self.batch_size % self.accumulate == 0
         return [
-            (self.examples is None or self.examples >= 1, "examples must be 1 or more", self.examples),
-            (self.members >= 1, "members must be 1 or more", self.members),
             (
                 1 <= self.overlap <= self.members,
                 f"overlap must be between 1 and {self.members}",
                 self.overlap,
             ),
             (0 <= self.beta < math.inf, "beta must be a finite number, 0 or more", self.beta),
-            (self.samples >= 1, "samples must be 1 or more", self.samples),
             (0 <= self.share_prob <= 1, "share_prob must be between 0 and 1", self.share_prob),
             (
                 _whole(self.warm_start),
@@ -86,8 +97,7 @@ class Recipe:
                 self.drops,
             ),
             (0 <= self.validation < 1, "validation must be at least 0 and below 1", self.validation),
-            (self.batch_size >= 1, "batch_size must be 1 or more", self.batch_size),
-            (self.accumulate >= 1 and divides, "accumulate must divide batch_size", self.accumulate),
+            (divides, "accumulate must divide batch_size", self.accumulate),
             (
                 (self.epochs is None) != (self.steps is None),
                 "give either epochs or steps",
@@ -97,6 +107,9 @@ class Recipe:
             (0 < self.lr < math.inf, "lr must be positive and finite", self.lr),
             (0 < self.decay <= 1, "decay must be above 0 and at most 1", self.decay),
             (self.clip is None or self.clip > 0, "clip must be positive", self.clip),
+            (0 <= self.weight_decay < math.inf, "weight_decay must be 0 or more", self.weight_decay),
+            (0 <= self.adversarial < math.inf, "adversarial must be 0 or more", self.adversarial),
+            (all(factor > 0 for _, factor in self.drops), "drops must be by positive factors", self.drops),
             (not (self.adversarial and self.sharing), "adversarial training must go without sharing", "both"),
         ]
 
@@ -120,18 +133,16 @@ class Recipe:
 
     def lr_at(self, step: int, steps: int) -> float:
         """The learning rate of a step of the run."""
-        lr: float = self.lr * self.decay ** (step / steps)
+        lr: float = self.lr * self.decay ** (step / (self.decay_steps or steps))
         for when, factor in self.drops:
-            if step >= (when if when >= 1 else when * steps):
+            if step >= (when if when >= 1 else round(when * steps, 6)):  # 0.55 * 100 is above 55
                 lr *= factor
         return lr
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON values; `examples` only where it is set, as before there was such a field."""
+        """All fields as JSON values; those of LATER only where they are set."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        if self.examples is None:  # or no run of an earlier version could be resumed
-            del values["examples"]
-        return values
+        return {key: value for key, value in values.items() if key not in LATER or value is not None}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Recipe":
@@ -159,6 +170,14 @@ class Recipe:
             values.pop("warm_start", None)
             del values["beta"]
         return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _whole(number: object) -> bool:

@@ -6,7 +6,7 @@ N examples, M members.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from ..data.batches import epoch_seed
 from ..data.dataset import Dataset, few, split_validation
 from ..data.steps import MeanStd
 from ..ensemble import Ensemble
-from ..modes import keep_modes
-from ..recipe import Recipe
 
 Data = Dataset | tuple[Tensor, Tensor] | DataLoader[Any]
 
@@ -28,7 +26,10 @@ PRECISIONS = ("auto", "bf16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a run is carried out. Nothing here is meant to change its result, rounding apart."""
+    """How a run is carried out: it changes no result, but for rounding and what is drawn at random.
+
+    Compiled code, and another kind of device, draw other masks, labels and dropout from the same seed.
+    """
 
     device: str = "auto"  # a GPU if there is one
     precision: str = "auto"  # "bf16" on CUDA, over float32 weights; "float32" elsewhere
@@ -43,39 +44,19 @@ class Options:
 
     def __post_init__(self) -> None:
         checks.choice("precision", self.precision, PRECISIONS)
-
-
-def fitting(recipe: Recipe, ensemble: Ensemble) -> Recipe:
-    """The recipe, if it tells the truth about the ensemble; what it leaves open of sharing, it says then."""
-    if recipe.members != (m := len(ensemble.members)):
-        raise ValueError(f"recipe.members must be {m}, as in the ensemble. Got {recipe.members}.")
-    cut = ensemble.share_after
-    if recipe.sharing is None:
-        left_open = cut is not None and recipe.share_prob == Recipe.share_prob
-        prob = ensemble.share_prob if left_open else recipe.share_prob
-        recipe = replace(recipe, sharing=cut is not None, share_prob=prob)
-    if recipe.sharing and cut is None:
-        raise ValueError(
-            "recipe.sharing must be False: the ensemble has no share_after. Got True. To share features, "
-            "build it with share_after."
-        )
-    if not recipe.sharing and cut is not None:
-        raise ValueError(
-            f"recipe.sharing must be True: the ensemble shares features after {cut!r}. Got False. To train "
-            "without sharing, build it without share_after."
-        )
-    if recipe.sharing and recipe.share_prob != ensemble.share_prob:
-        raise ValueError(
-            f"recipe.share_prob must be {ensemble.share_prob}, as in the ensemble. Got {recipe.share_prob}."
-        )
-    return recipe
+        checks.at_least(0, evaluate_every=self.evaluate_every)
+        checks.at_least(1, evaluation_batch=self.evaluation_batch)
 
 
 def find_device(name: str) -> torch.device:
     """The device of that name; "auto": a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count() or "no GPU"
+        raise ValueError(f"device must be one that torch can use. Got {name!r}, and torch finds {found}.")
+    return device
 
 
 @contextmanager
@@ -159,15 +140,3 @@ def place(ensembles: Sequence[Ensemble], train: Data, device: torch.device) -> N
 def tensors(data: Dataset | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Images (N, ...) and targets (N, ...)."""
     return (data.images, data.targets) if isinstance(data, Dataset) else data
-
-
-def count_classes(ensemble: Ensemble, images: Tensor, targets: Tensor) -> int:
-    """Classes to count wins by; 1 where a target is not one class (pixels, soft labels)."""
-    if targets.ndim > 1 or targets.is_floating_point():
-        return 1
-    with torch.no_grad(), keep_modes(ensemble):
-        logits: Tensor = ensemble.eval()(images[:2])
-    checks.values(
-        logits.cpu(), targets.cpu(), None, own_task=False
-    )  # on a GPU a wrong label would end it all
-    return logits.shape[2]

@@ -3,12 +3,12 @@
 R repeats, N examples, B batch. Repeats see the same examples, each in an order of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.batches import Batch, LoaderBatches, epoch_seed, permutation
 from ..data.checksum import tensor_checksum
@@ -83,7 +83,18 @@ class Resident:
 class Loaded:
     """Batches of a user's DataLoader, copied to one place on the device; for one repeat."""
 
-    def __init__(self, loader: DataLoader[Any], seeds: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        seeds: Sequence[int],
+        device: torch.device,
+        transformed: Callable[[Tensor], Tensor] = lambda images: images,  # raw ones, for the networks
+    ) -> None:
+        if isinstance(loader.dataset, IterableDataset):
+            raise TypeError(
+                "train must have a length and an order to resume in. Got a DataLoader of an IterableDataset; "
+                "pass one with an index, or tensors."
+            )
         if not len(loader):
             raise ValueError("train must hold at least one batch. Got an empty DataLoader.")
         if len(seeds) > 1:
@@ -91,7 +102,7 @@ class Loaded:
                 "train must be tensors for several seeds at once, each in an order of its own. Got a "
                 "DataLoader; pass tensors, or train one seed after the other."
             )
-        self.batches = LoaderBatches(loader, device, seeds[0])
+        self.batches, self.transformed = LoaderBatches(loader, device, seeds[0]), transformed
         self.batch_size = loader.batch_size or 1
         self.examples = len(loader) * self.batch_size
         self.name = f"{len(loader)} batches of {self.batch_size}"
@@ -114,9 +125,20 @@ class Loaded:
         torch.default_generator.manual_seed(epoch_seed(self.batches.seed, epoch))
         self._iterator = self.batches.epoch(epoch, step - self.steps(epoch).start)
 
+    def first(self) -> Batch:
+        """Some batch, to see what they are like; on the CPU."""
+        batch = next(iter(self.batches.loader))
+        if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(map(torch.is_tensor, batch)):
+            parts = batch if isinstance(batch, tuple | list) else None
+            got = type(batch).__name__ if parts is None else [type(part).__name__ for part in parts]
+            raise TypeError(f"batches of train must be (images, targets), two tensors. Got {got}.")
+        images, targets = batch
+        return self.transformed(images), targets
+
     def feed(self) -> None:
         """Bring the next batch to the device."""
-        self._batch = next(self._iterator)
+        images, targets = next(self._iterator)
+        self._batch = self.transformed(images), targets
 
     @property
     def size(self) -> int:

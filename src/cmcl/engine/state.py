@@ -85,6 +85,7 @@ class State:
         for name in ("recipe", "seeds", "task", "data"):
             kept, now = checkpoint.state.get(name, facts[name]), facts[name]
             if kept != now:
+                kept, now = _differences(kept, now) if isinstance(kept, dict) else (kept, now)
                 raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")
         own, saved = self.tensors(), checkpoint.tensors
         shapes, kept_shapes = ({key: t.shape for key, t in d.items()} for d in (own, saved))
@@ -103,6 +104,13 @@ class State:
         for alarm, kept in zip(self.alarms, checkpoint.state["alarms"], strict=True):
             alarm.restore(kept)
         self.step = checkpoint.step
+
+
+def _differences(kept: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
+    """What two recipes do not have in common."""
+    keys = [key for key in {**kept, **now} if kept.get(key) != now.get(key)]
+    first, second = (", ".join(f"{key}={one.get(key)!r}" for key in keys) for one in (kept, now))
+    return first, second
 
 
 def _name(task: TaskLoss | None) -> str | None:

@@ -18,6 +18,7 @@ from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from ..recipe import Recipe
 from ..telling import tell
+from .admission import check_kind, check_scored, count_classes, fitting, repeats
 from .capture import Captured, captured
 from .keeper import Keeper
 from .optimizer import set_lr
@@ -26,9 +27,7 @@ from .scoring import evaluate
 from .setup import (
     Data,
     Options,
-    count_classes,
     find_device,
-    fitting,
     hold_out,
     limited,
     place,
@@ -82,10 +81,9 @@ def fit(
         resume: go on from the folder's last checkpoint, if there is one.
         options: how the run is carried out.
     """
-    ensembles = [ensemble] if isinstance(ensemble, Ensemble) else list(ensemble)
-    seeds = [seed] if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(ensembles):
-        raise ValueError(f"seed must give {len(ensembles)} numbers, one an ensemble. Got {len(seeds)}.")
+    ensembles, seeds = repeats(ensemble, seed)
+    if resume and out is None:
+        raise ValueError("out must name the folder of the run to be resumed. Got None.")
     recipe, *others = [fitting(recipe, own) for own in ensembles]
     if any(other != recipe for other in others):
         raise ValueError(
@@ -116,22 +114,32 @@ class Run:
     ) -> None:
         self.recipe, self.options, self.test, self.task = recipe, options, test, task
         self.device = find_device(options.device)
+        check_kind("train", train)
         train, held_out = hold_out(limited(train, recipe.examples), recipe.validation)
         self.held_out = held_out or test  # what is looked at on the way
         place(ensembles, train, self.device)
         self.source: Source
         if isinstance(train, DataLoader):
-            self.source = Loaded(train, seeds, self.device)
-            images, targets = next(iter(train))
+            self.source = Loaded(train, seeds, self.device, ensembles[0].transformed)
+            images, targets = self.source.first()
         else:
             images, targets = tensors(train)
             images = ensembles[0].transformed(images)
             self.source = Resident(images, targets, recipe.batch_size, seeds, self.device)
         self.ignore_index = IGNORE if targets.ndim > 1 and not targets.is_floating_point() else None
-        classes = count_classes(ensembles[0], images[:2].to(self.device), targets)
+        own_task = task is not None
+        classes = count_classes(ensembles[0], images[:2].to(self.device), targets, own_task=own_task)
+        for name, data in (("the held-out part of train", held_out), ("test", test)):
+            if data is not None:
+                check_scored(name, ensembles[0], data)
         self.state = State(ensembles, seeds, recipe, classes, self.device, task, self.source.name)
         self.steps = recipe.total_steps(self.source.examples, self.source.batch_size)
         self.rows: list[dict[str, Any]] = []
+        if recipe.method != "ie" and recipe.warm_start >= self._epochs():
+            tell(
+                f"the run ends in its warm start ({recipe.warm_start} epochs of {self._epochs()}), so it is "
+                "that of an independent ensemble. Lower warm_start, or raise epochs."
+            )
 
     def go(self, out: Path | None, resume: bool) -> Result:
         """Train to the end, or until asked to stop."""
@@ -140,11 +148,13 @@ class Run:
             step = None
             for epoch in range(self._done(), self._epochs()):
                 if step is None or epoch == self.recipe.warm_start:
+                    step = None  # one graph at a time in the GPU's memory
                     step = self._make_step(epoch)
                 self._epoch(epoch, step)
             self.keeper.save_or_stop()
+        seconds = self.keeper.seconds()
         scores = [] if self.test is None else [self._scores(e, self.test) for e in self.state.ensembles]
-        return Result(self.rows, scores, self.state.step, self.keeper.seconds())
+        return Result(self.rows, scores, self.state.step, seconds)
 
     def _epoch(self, epoch: int, step: Step | Captured) -> None:
         state, steps = self.state, self.source.steps(epoch)

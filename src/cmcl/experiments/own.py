@@ -11,7 +11,7 @@ from ..data import from_arrays
 from ..data.checksum import tensor_checksum
 from ..data.dataset import Dataset
 from ..engine import Options, Result
-from ..engine.setup import fitting
+from ..engine.admission import fitting
 from ..ensemble import Ensemble
 from ..recipe import Recipe
 from . import environment

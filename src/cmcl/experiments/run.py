@@ -73,6 +73,8 @@ def run(
         steps: shorten the run to so many steps, to try it out. Such a record fills no cell.
         test_limit: measure on so many test examples only. Such a record fills no cell.
     """
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be different numbers, at least one. Got {list(seeds)}.")
     name = name or (recipe if isinstance(recipe, str) else "custom")
     recipe = find(recipe) if isinstance(recipe, str) else recipe
     recipe = recipe if steps is None else replace(recipe, steps=steps, epochs=None)

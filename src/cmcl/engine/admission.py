@@ -1,0 +1,120 @@
+"""What must hold of a run's ensembles and data: found out before the first step, not after hours."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import index
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from .. import checks
+from ..data.dataset import Dataset
+from ..ensemble import Ensemble
+from ..modes import keep_modes
+from ..recipe import Recipe
+from ..telling import first_line
+from .scoring import evaluate
+from .setup import Data, tensors
+
+
+def repeats(
+    ensemble: Ensemble | Sequence[Ensemble], seed: int | Sequence[int]
+) -> tuple[list[Ensemble], list[int]]:
+    """The ensembles of a run, each with weights of its own, and as many seeds."""
+    ensembles = [ensemble] if isinstance(ensemble, Ensemble) else list(ensemble)
+    seeds = [index(number) for number in (seed if isinstance(seed, Sequence) else [seed])]
+    if not ensembles or len(seeds) != len(ensembles):
+        raise ValueError(
+            f"seed must give {max(len(ensembles), 1)} numbers, one an ensemble. Got {len(seeds)} for "
+            f"{len(ensembles)} ensembles."
+        )
+    weights = [id(p) for own in ensembles for p in own.parameters()]
+    if len(set(weights)) < len(weights):
+        raise ValueError(
+            "ensembles must have weights of their own. Got the same ones twice; build each repeat anew: "
+            "[Ensemble(network, M) for seed in seeds]."
+        )
+    return ensembles, seeds
+
+
+def fitting(recipe: Recipe, ensemble: Ensemble) -> Recipe:
+    """The recipe, if it tells the truth about the ensemble; what it leaves open of sharing, it says then."""
+    if recipe.members != (m := len(ensemble.members)):
+        raise ValueError(f"recipe.members must be {m}, as in the ensemble. Got {recipe.members}.")
+    cut = ensemble.share_after
+    if recipe.sharing is None:
+        left_open = cut is not None and recipe.share_prob == Recipe.share_prob
+        prob = ensemble.share_prob if left_open else recipe.share_prob
+        recipe = replace(recipe, sharing=cut is not None, share_prob=prob)
+    if recipe.sharing and cut is None:
+        raise ValueError(
+            "recipe.sharing must be False: the ensemble has no share_after. Got True. To share features, "
+            "build it with share_after."
+        )
+    if not recipe.sharing and cut is not None:
+        raise ValueError(
+            f"recipe.sharing must be True: the ensemble shares features after {cut!r}. Got False. To train "
+            "without sharing, build it without share_after."
+        )
+    if recipe.sharing and recipe.share_prob != ensemble.share_prob:
+        raise ValueError(
+            f"recipe.share_prob must be {ensemble.share_prob}, as in the ensemble. Got {recipe.share_prob}."
+        )
+    return recipe
+
+
+def check_kind(name: str, data: Data) -> None:
+    """Data must be something to learn from."""
+    pair = isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(p, Tensor) for p in data)
+    if not pair and not isinstance(data, Dataset | DataLoader):
+        raise TypeError(
+            f"{name} must be a Dataset, a pair of tensors (images, targets) or a DataLoader. Got "
+            f"{checks.kind(data)}. Make tensors of arrays (torch.as_tensor), or wrap a dataset of torch's in "
+            "a DataLoader."
+        )
+
+
+def count_classes(ensemble: Ensemble, images: Tensor, targets: Tensor, *, own_task: bool) -> int:
+    """Classes to count wins by; 1 where a target is not one class (pixels, soft labels, a task's own)."""
+    try:
+        with torch.no_grad(), keep_modes(ensemble):
+            logits: Tensor = ensemble.eval()(images[:2])
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        one = f"{images.dtype} of shape {tuple(images.shape[1:])}"
+        raise ValueError(
+            f"the networks must take an example of train. Got {one} and this answer: {first_line(error)}."
+        ) from error
+    if targets.ndim > 1 or targets.is_floating_point():
+        return 1
+    if own_task and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[2]:
+        return 1
+    # on a GPU a wrong label would end it all
+    checks.values(logits.cpu(), targets.cpu(), None, own_task=False)
+    return logits.shape[2]
+
+
+def check_scored(name: str, ensemble: Ensemble, data: Data) -> None:
+    """Two examples, with the lowest and the highest label, as they will be scored."""
+    check_kind(name, data)
+    if isinstance(data, DataLoader):  # to begin it could change its order
+        return
+    images, targets = tensors(data)
+    if not len(images) or len(images) != len(targets):
+        raise ValueError(
+            f"{name} must hold as many images as targets, and not none. Got {len(images)} and {len(targets)}."
+        )
+    flat = targets.flatten(1).amax(1) if targets.ndim > 1 else targets  # (N,)
+    two = [int(flat.argmin()), int(flat.argmax())]
+    cuda = [p.device for p in ensemble.parameters() if p.is_cuda][:1]
+    try:
+        with torch.random.fork_rng(cuda):  # masks may be drawn at test time
+            evaluate(ensemble, (images[two], targets[two]))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must fit the ensemble. Got data that do not: {first_line(error)}."
+        ) from error

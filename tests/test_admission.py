@@ -1,0 +1,187 @@
+"""What a run refuses before its first step, and in which words."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import cmcl
+from cmcl import Options, fit
+from cmcl.data.preprocess import MeanStd
+from cmcl.engine.admission import check_scored
+from test_train import QUIET, data, identical, weights
+from test_train_edges import LINEAR, apart, dataset, linear
+
+
+def loader(*tensors, batch=8):
+    return DataLoader(TensorDataset(*tensors), batch)
+
+
+class TestRepeats:
+    def test_each_has_weights_of_its_own(self):
+        """[ensemble] * 3 would train one set of weights with three gradients, and look like no variance."""
+        with pytest.raises(ValueError, match="ensembles must have weights of their own. Got the same ones"):
+            fit([apart()] * 2, data(), recipe=LINEAR, seed=[0, 1], options=QUIET)
+
+    def test_as_many_seeds(self):
+        with pytest.raises(ValueError, match="seed must give 1 numbers, one an ensemble. Got 2 for 1"):
+            fit(apart(), data(), recipe=LINEAR, seed=[0, 1], options=QUIET)
+        with pytest.raises(ValueError, match="Got 0 for 0 ensembles"):
+            fit([], data(), recipe=LINEAR, seed=[], options=QUIET)
+
+    def test_seeds_of_numpy(self, tmp_path):
+        ours, theirs = apart(), apart()
+        fit(ours, data(), recipe=LINEAR, seed=3, options=QUIET)
+        fit(theirs, data(), recipe=LINEAR, seed=np.int64(3), options=QUIET, out=tmp_path)
+        assert identical(weights(ours), weights(theirs))
+        with pytest.raises(TypeError, match="float"):
+            fit(apart(), data(), recipe=LINEAR, seed=1.5, options=QUIET)
+
+
+class TestData:
+    @pytest.mark.parametrize(
+        "train",
+        [TensorDataset(*data()), tuple(map(np.asarray, data())), data()[0], "digits", None],
+        ids=["dataset of torch", "arrays", "no targets", "name", "nothing"],
+    )
+    def test_something_to_learn_from(self, train):
+        with pytest.raises(TypeError, match="train must be a Dataset, a pair of tensors .* or a DataLoader"):
+            fit(apart(), train, recipe=LINEAR, options=QUIET)
+
+    def test_examples_that_the_networks_take(self):
+        images, targets = data()
+        with pytest.raises(ValueError, match=r"must take an example of train. Got torch.float64 of shape"):
+            fit(apart(), (images.double(), targets), recipe=LINEAR, options=QUIET)
+        with pytest.raises(ValueError, match=r"of shape \(1, 5, 4\) and this answer: mat1 and mat2 shapes"):
+            fit(apart(), (images[..., 1:], targets), recipe=LINEAR, options=QUIET)
+
+    def test_batches_of_two_tensors(self):
+        images, targets = data()
+
+        def dicts(rows):
+            return {"x": torch.stack([x for x, _ in rows])}
+
+        train = DataLoader(TensorDataset(images, targets), 8, collate_fn=dicts)
+        with pytest.raises(TypeError, match=r"must be \(images, targets\), two tensors. Got dict"):
+            fit(apart(), train, recipe=LINEAR, options=QUIET)
+        with pytest.raises(TypeError, match=r"two tensors. Got \['Tensor', 'Tensor', 'Tensor'\]"):
+            fit(apart(), loader(images, targets, targets), recipe=LINEAR, options=QUIET)
+
+    def test_streams_without_an_end(self):
+        class Stream(IterableDataset):
+            def __iter__(self):
+                return iter(zip(*data(), strict=True))
+
+        with pytest.raises(TypeError, match="train must have a length.*DataLoader of an IterableDataset"):
+            fit(apart(), DataLoader(Stream(), 8), recipe=LINEAR, options=QUIET)
+
+
+class TestRawLoaders:
+    def test_go_through_the_transform(self):
+        """As the same images do that come as tensors."""
+        images = torch.randint(256, (40, 1, 5, 5), dtype=torch.uint8)
+        targets = data()[1]
+        raw, ready = apart(), apart()
+        raw.transform = MeanStd().fit(images)
+        fit(raw, loader(images, targets), recipe=LINEAR, options=QUIET)
+        fit(ready, loader(raw.transform.transform(images), targets), recipe=LINEAR, options=QUIET)
+        assert identical(weights(raw), weights(ready))
+
+    def test_need_one(self):
+        images = torch.zeros(40, 1, 5, 5, dtype=torch.uint8)
+        with pytest.raises(ValueError, match="uint8 images must go through a fitted transform"):
+            fit(apart(), loader(images, data()[1]), recipe=LINEAR, options=QUIET)
+
+
+class TestScoredData:
+    """A mistake in them is told before the first step, not after the last."""
+
+    images, targets = data()
+
+    @pytest.mark.parametrize(
+        ("test", "reason"),
+        [
+            ((images, targets + 1), "between 0 and 3"),
+            ((images[..., 1:], targets), "mat1 and mat2"),
+            ((images, F.one_hot(targets).float()), "targets"),
+            ((images.byte(), targets), "uint8 images must go through a fitted transform"),
+            ((images[:0], targets[:0]), "as many images as targets, and not none. Got 0 and 0"),
+            ((images, targets[1:]), "Got 40 and 39"),
+        ],
+        ids=["labels", "size", "soft", "raw", "none", "fewer"],
+    )
+    def test_mistakes(self, test, reason, monkeypatch):
+        monkeypatch.setattr(cmcl.engine.train.Run, "go", lambda *_: pytest.fail("it began to train"))
+        with pytest.raises(ValueError, match=f"test must .*{reason}"):
+            fit(apart(), data(), recipe=LINEAR, test=test, options=QUIET)
+
+    def test_what_kind(self):
+        with pytest.raises(TypeError, match="test must be a Dataset"):
+            fit(apart(), data(), recipe=LINEAR, test=TensorDataset(*data()), options=QUIET)
+
+    def test_looking_draws_nothing(self):
+        """Masks at test time come from torch's generator, which others use."""
+
+        def cut():
+            torch.manual_seed(0)
+            ensemble = cmcl.Ensemble(lambda: linear(nn.ReLU()), 2, share_after="1")
+            ensemble.share_at_test = "sampled"
+            return ensemble
+
+        recipe = replace(LINEAR, labels="sampled")
+        ensemble, before = cut(), torch.get_rng_state()
+        check_scored("test", ensemble, data())
+        assert torch.get_rng_state().equal(before)
+        ensemble.predict(data()[0])
+        assert not torch.get_rng_state().equal(before), "this ensemble draws"
+        looked, blind = cut(), cut()
+        fit(looked, data(), recipe=recipe, test=data(), options=QUIET)
+        fit(blind, data(), recipe=recipe, options=QUIET)
+        assert identical(weights(looked), weights(blind))
+
+
+def test_a_task_that_ignores_labels_of_its_own():
+    images, targets = data()
+    targets = targets.clone()
+    targets[:10] = -100
+    task = partial(F.cross_entropy, reduction="none", ignore_index=-100)
+    rows = fit(apart(), (images, targets), recipe=LINEAR, task=task, options=QUIET).rows
+    assert "win_rates_by_class" not in rows[0]
+    with pytest.raises(ValueError, match="targets must be between 0 and 3"):
+        fit(apart(), (images, targets), recipe=LINEAR, options=QUIET)
+
+
+def test_a_run_that_is_all_warm_start():
+    with pytest.warns(UserWarning, match=r"the run ends in its warm start \(9 epochs of 2\)"):
+        fit(apart(), data(), recipe=replace(LINEAR, warm_start=9), options=QUIET)
+
+
+def test_to_resume_needs_a_folder():
+    with pytest.raises(ValueError, match="out must name the folder of the run to be resumed"):
+        fit(apart(), data(), recipe=LINEAR, resume=True, options=QUIET)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there():
+    with pytest.raises(
+        ValueError, match="device must be one that torch can use. Got 'cuda', and torch finds"
+    ):
+        fit(apart(), data(), recipe=LINEAR, options=Options(device="cuda", quiet=True))
+
+
+def test_options():
+    with pytest.raises(ValueError, match="evaluate_every must be a whole number of at least 0. Got -1."):
+        Options(evaluate_every=-1)
+
+
+def test_held_out_data_are_looked_at_first(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cmcl.engine.train, "check_scored", lambda name, *_: seen.append(name))
+    recipe = replace(LINEAR, validation=0.25, epochs=1)
+    fit(apart(), dataset(), recipe=recipe, test=data(), options=QUIET)
+    assert seen == ["the held-out part of train", "test"]
