@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import cmcl
-from cmcl import Options, fit
+from cmcl import Options, Recipe, fit
+from cmcl.data.dataset import IGNORE
 from cmcl.data.preprocess import MeanStd
 from cmcl.engine.admission import check_scored
 from test_train import QUIET, data, identical, weights
@@ -41,6 +42,21 @@ class TestRepeats:
         assert identical(weights(ours), weights(theirs))
         with pytest.raises(TypeError, match="float"):
             fit(apart(), data(), recipe=LINEAR, seed=1.5, options=QUIET)
+
+    @pytest.mark.parametrize("seeds", [np.arange(2), torch.arange(2), range(2), (0, 1)], ids=type)
+    def test_seeds_in_any_row(self, seeds):
+        assert len(fit([apart(), apart()], data(), recipe=LINEAR, seed=seeds, options=QUIET).rows) == 4
+
+    def test_a_frozen_part_may_be_common(self):
+        backbone = nn.Linear(25, 25).requires_grad_(False)
+
+        def network():
+            return nn.Sequential(nn.Flatten(), backbone, nn.Linear(25, 4))
+
+        fit([apart(network), apart(network)], data(), recipe=LINEAR, seed=[0, 1], options=QUIET)
+        backbone.requires_grad_(True)
+        with pytest.raises(ValueError, match="weights of their own"):
+            fit([apart(network), apart(network)], data(), recipe=LINEAR, seed=[0, 1], options=QUIET)
 
 
 class TestData:
@@ -72,13 +88,21 @@ class TestData:
         with pytest.raises(TypeError, match=r"two tensors. Got \['Tensor', 'Tensor', 'Tensor'\]"):
             fit(apart(), loader(images, targets, targets), recipe=LINEAR, options=QUIET)
 
-    def test_streams_without_an_end(self):
+    def test_streams_need_a_length(self):
         class Stream(IterableDataset):
             def __iter__(self):
                 return iter(zip(*data(), strict=True))
 
-        with pytest.raises(TypeError, match="train must have a length.*DataLoader of an IterableDataset"):
+        class Known(Stream):
+            def __len__(self):
+                return 40
+
+        with pytest.raises(TypeError, match="train must have a length. Got a DataLoader without: .*Stream"):
             fit(apart(), DataLoader(Stream(), 8), recipe=LINEAR, options=QUIET)
+        streamed, indexed = apart(), apart()
+        fit(streamed, DataLoader(Known(), 8), recipe=LINEAR, options=QUIET)
+        fit(indexed, loader(*data()), recipe=LINEAR, options=QUIET)
+        assert identical(weights(streamed), weights(indexed))
 
 
 class TestRawLoaders:
@@ -92,10 +116,18 @@ class TestRawLoaders:
         fit(ready, loader(raw.transform.transform(images), targets), recipe=LINEAR, options=QUIET)
         assert identical(weights(raw), weights(ready))
 
-    def test_need_one(self):
-        images = torch.zeros(40, 1, 5, 5, dtype=torch.uint8)
-        with pytest.raises(ValueError, match="uint8 images must go through a fitted transform"):
-            fit(apart(), loader(images, data()[1]), recipe=LINEAR, options=QUIET)
+    def test_without_one_the_networks_take_them_as_they_are(self):
+        class Scaled(nn.Sequential):
+            def forward(self, x):
+                return super().forward(x.float() / 255)
+
+        images, targets = torch.randint(256, (40, 1, 5, 5), dtype=torch.uint8), data()[1]
+        raw, ready = apart(lambda: Scaled(*linear())), apart()
+        fit(raw, loader(images, targets), recipe=LINEAR, options=QUIET)
+        fit(ready, loader(images.float() / 255, targets), recipe=LINEAR, options=QUIET)
+        assert identical(weights(raw), weights(ready))
+        with pytest.raises(ValueError, match=r"must take an example of train. Got torch.uint8 of shape"):
+            fit(apart(), loader(images, targets), recipe=LINEAR, options=QUIET)
 
 
 class TestScoredData:
@@ -119,6 +151,18 @@ class TestScoredData:
         monkeypatch.setattr(cmcl.engine.train.Run, "go", lambda *_: pytest.fail("it began to train"))
         with pytest.raises(ValueError, match=f"test must .*{reason}"):
             fit(apart(), data(), recipe=LINEAR, test=test, options=QUIET)
+
+    def test_two_classes_as_booleans(self):
+        test = data()[0], data()[1] > 1
+        assert fit(apart(), data(), recipe=LINEAR, test=test, options=QUIET).scores
+
+    def test_images_where_no_pixel_counts(self):
+        images, masks = torch.randn(6, 3, 12, 12), torch.randint(2, (6, 12, 12))
+        masks[0] = IGNORE
+        masks[:, 0] = IGNORE
+        ensemble = cmcl.Ensemble(lambda: cmcl.networks.fcn(filters=(3, 4)), 2)
+        recipe = Recipe(members=2, epochs=1, batch_size=4, lr=0.1)
+        assert fit(ensemble, (images, masks), recipe=recipe, test=(images, masks), options=QUIET).scores
 
     def test_what_kind(self):
         with pytest.raises(TypeError, match="test must be a Dataset"):
@@ -154,6 +198,9 @@ def test_a_task_that_ignores_labels_of_its_own():
     assert "win_rates_by_class" not in rows[0]
     with pytest.raises(ValueError, match="targets must be between 0 and 3"):
         fit(apart(), (images, targets), recipe=LINEAR, options=QUIET)
+    later = loader(images.flip(0), targets.flip(0))  # none in the first batch
+    rows = fit(apart(), later, recipe=LINEAR, task=task, options=QUIET).rows
+    assert "win_rates_by_class" not in rows[0]
 
 
 def test_a_run_that_is_all_warm_start():

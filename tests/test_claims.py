@@ -98,6 +98,7 @@ def test_more_members_help_ie_or_not():
     # 4.3 % higher: worse is not flat either
     rises = verdict([made_record(five, top1=15.34), made_record(ten, top1=16.00)], "table 2").parts[1]
     assert (flat.holds, falls.holds, rises.holds) == (True, False, False)
+    assert flat.status == HOLDS, "to be within the noise is what it claims"
 
 
 def test_costs_are_compared_between_runs_that_differ_in_the_method_alone():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cmcl
@@ -55,8 +56,11 @@ BASE = Recipe(epochs=10)
         (dict(clip=-1.0), "clip must be positive. Got -1.0."),
         (dict(weight_decay=-1e-4), "weight_decay must be 0 or more. Got -0.0001."),
         (dict(adversarial=-0.1), "adversarial must be 0 or more. Got -0.1."),
-        (dict(drops=((0.5, -0.1),)), "drops must be by positive factors. Got ((0.5, -0.1),)."),
-        (dict(beta=Fraction(1, 2)), "beta must be plain Python, to be kept as JSON. Got Fraction(1, 2)."),
+        (dict(drops=((0.5, -0.1),)), "drops must be by factors of 0 or more. Got ((0.5, -0.1),)."),
+        (
+            dict(network_options={"size": {8}}),
+            "network_options must be plain Python, to be kept as JSON. Got {'size': {8}}.",
+        ),
         (dict(adversarial=0.1, sharing=True), "adversarial training must go without sharing. Got both."),
     ],
 )
@@ -137,6 +141,16 @@ class TestSchedule:
         recipe = replace(BASE, lr=8.0, decay=0.25, drops=((50, 0.1),))
         assert recipe.lr_at(49, 100) == pytest.approx(8 * 0.25**0.49)
         assert recipe.lr_at(50, 100) == pytest.approx(0.4)
+
+
+def test_numbers_of_numpy():
+    """As scikit-learn's searches bring them."""
+    plain = replace(BASE, members=3, lr=0.5, clip=2.0)
+    other = replace(BASE, members=np.int64(3), lr=np.float32(0.5), clip=Fraction(2))
+    assert (other, other.hash, other.to_json()) == (plain, plain.hash, plain.to_json())
+    assert type(other.members) is int
+    with pytest.raises(ValueError, match="members must be an int, 1 or more. Got True."):
+        replace(BASE, members=True)
 
 
 def test_equal_recipes_have_equal_hashes():

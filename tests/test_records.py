@@ -106,6 +106,29 @@ def test_held_out_errors_are_kept(tmp_path):
     assert choose([record])["chosen_on"] == "validation"
 
 
+def test_one_split_for_whitening_training_and_choosing(tmp_path, monkeypatch):
+    """Contrast normalisation makes blank images equal, and equal images stay on one side."""
+    whole = cmcl.data.load("digits")
+    images = whole.images.clone()
+    images[0], images[1] = 0, 255
+    monkeypatch.setattr(
+        cmcl.data, "load", lambda name, split, root: replace(whole, images=images, split=split)
+    )
+    sets = load_sets(replace(TINY, preprocess="gcn", validation=0.25), cache=tmp_path)
+    raw = cmcl.data.split_validation(replace(whole, images=images), 0.25)
+    seen = cmcl.data.split_validation(sets.train, 0.25)
+    for ours, theirs in zip(seen, raw, strict=True):
+        torch.testing.assert_close(ours.images, sets.transform.transform(theirs.images))
+    alone = cmcl.data.split_validation(replace(sets.train, units=None), 0.25)
+    assert not all(a.targets.equal(b.targets) for a, b in zip(alone, raw, strict=True)), "or it shows nothing"
+
+
+@pytest.mark.parametrize("seeds", [(), (0, 0)])
+def test_seeds_are_different_ones(seeds, tmp_path):
+    with pytest.raises(ValueError, match=r"seeds must be different numbers, at least one. Got \["):
+        run("tiny-ie", seeds, out=tmp_path, options=OPTIONS)
+
+
 def test_held_out_images_are_not_looked_at(tmp_path):
     """Nor by the whitening; and what was saved is fitted again to the same ones."""
     recipe = replace(TINY, preprocess="mean_std", validation=0.25)

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from cmcl import Ensemble, Recipe, fit
 from cmcl.data import Dataset
 from cmcl.data.dataset import few
+from cmcl.data.preprocess import MeanStd
 from cmcl.engine import Diverged, Interrupted
 from cmcl.engine.capture import Before, check_in_place
 from cmcl.engine.train import Run
@@ -30,6 +31,7 @@ from test_train import (
     go,
     identical,
     interrupt,
+    small,
     stopped,
     weights,
 )
@@ -258,6 +260,10 @@ def test_other_data_are_not_resumed(tmp_path):
     images, targets = data()
     with pytest.raises(ValueError, match=f"{kept} 40 examples"):
         go(tmp_path, resume=True, train=(images, targets.roll(1)))
+    ensemble = small()
+    ensemble.transform = MeanStd().fit(images)
+    with pytest.raises(ValueError, match=f"{kept} 40 examples with targets [0-9a-f]+, transformed by"):
+        go(tmp_path, resume=True, ensemble=ensemble)
     go(tmp_path, resume=True, train=(images + 1e-7, targets))  # whitened on another device
 
 

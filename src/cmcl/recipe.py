@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from hashlib import sha256
+from numbers import Integral, Real
 from typing import Any
 
 METHODS = ("ie", "mcl", "cmcl")
@@ -55,6 +56,9 @@ class Recipe:
     validation: float = 0.0  # share of the training set held out for choosing
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():  # numpy's numbers, as a search brings them
+            if isinstance(value, Real) and not isinstance(value, int | float):
+                object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
         _must(all(len(drop) == 2 for drop in self.drops), "drops must be pairs (when, factor)", self.drops)
         object.__setattr__(self, "drops", tuple((when, factor) for when, factor in self.drops))
         object.__setattr__(self, "network_options", dict(self.network_options))
@@ -109,7 +113,11 @@ class Recipe:
             (self.clip is None or self.clip > 0, "clip must be positive", self.clip),
             (0 <= self.weight_decay < math.inf, "weight_decay must be 0 or more", self.weight_decay),
             (0 <= self.adversarial < math.inf, "adversarial must be 0 or more", self.adversarial),
-            (all(factor > 0 for _, factor in self.drops), "drops must be by positive factors", self.drops),
+            (
+                all(factor >= 0 for _, factor in self.drops),
+                "drops must be by factors of 0 or more",
+                self.drops,
+            ),
             (not (self.adversarial and self.sharing), "adversarial training must go without sharing", "both"),
         ]
 

@@ -120,8 +120,6 @@ def _as_written(name: str, value: Any, kind: Any) -> Any:
     """1 or 1.0 as recipes write it: the hash must not see a difference where there is none."""
     if value is None:
         return None
-    if name == "epochs":
-        return int(value) if value == int(value) else value
     if name == "drops":
         return _drops(value)
     return float(value) if float in (kind, *get_args(kind)) else value

@@ -29,6 +29,7 @@ class Dataset:
     source: str = "memory"  # for people: a folder or a file
     groups: tuple[str, ...] | None = None  # (N,) names of the groups of related images
     recipe: Mapping[str, Any] | None = field(default=None, repr=False)  # how `load_recipe` gets it again
+    units: tuple[bytes, ...] | None = field(default=None, repr=False)  # equal for images that were identical
 
     def __post_init__(self) -> None:
         _check_images(self.images, self.source)
@@ -59,14 +60,15 @@ class Dataset:
         """The images at these positions, in this order; or those where a mask of booleans is true."""
         positions = torch.as_tensor(indices)
         positions = positions.nonzero().flatten() if positions.dtype == torch.bool else positions.long()
-        groups = self.groups and tuple(self.groups[i] for i in positions.tolist())
+        chosen = positions.tolist()
         return replace(
             self,
             images=self.images[positions],
             targets=self.targets[positions],
             split=split or self.split,
-            groups=groups,
+            groups=self.groups and tuple(self.groups[i] for i in chosen),
             recipe=None,
+            units=self.units and tuple(self.units[i] for i in chosen),
         )
 
 
@@ -78,7 +80,7 @@ def split_validation(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[
     strata: Sequence[Hashable] = dataset.groups or ("all",) * len(dataset)
     if dataset.targets.ndim == 1:
         strata = dataset.targets.tolist()
-    kept, held = hold_out(strata, identities(dataset.images), fraction, seed)
+    kept, held = hold_out(strata, dataset.units or identities(dataset.images), fraction, seed)
     if not held or not kept:
         message = f"fraction must leave images on both sides of {len(dataset)}. Got {fraction}."
         raise ValueError(message)

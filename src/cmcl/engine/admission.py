@@ -1,15 +1,16 @@
 """What must hold of a run's ensembles and data: found out before the first step, not after hours."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .. import checks
-from ..data.dataset import Dataset
+from ..data.dataset import IGNORE, Dataset
 from ..ensemble import Ensemble
 from ..modes import keep_modes
 from ..recipe import Recipe
@@ -23,13 +24,15 @@ def repeats(
 ) -> tuple[list[Ensemble], list[int]]:
     """The ensembles of a run, each with weights of its own, and as many seeds."""
     ensembles = [ensemble] if isinstance(ensemble, Ensemble) else list(ensemble)
-    seeds = [index(number) for number in (seed if isinstance(seed, Sequence) else [seed])]
+    several = isinstance(seed, Iterable) and getattr(seed, "ndim", None) != 0  # as an array of one number has
+    numbers: Any = seed if several else [seed]
+    seeds = [index(number) for number in numbers]
     if not ensembles or len(seeds) != len(ensembles):
         raise ValueError(
             f"seed must give {max(len(ensembles), 1)} numbers, one an ensemble. Got {len(seeds)} for "
             f"{len(ensembles)} ensembles."
         )
-    weights = [id(p) for own in ensembles for p in own.parameters()]
+    weights = [id(p) for own in ensembles for p in own.parameters() if p.requires_grad]
     if len(set(weights)) < len(weights):
         raise ValueError(
             "ensembles must have weights of their own. Got the same ones twice; build each repeat anew: "
@@ -97,7 +100,7 @@ def count_classes(ensemble: Ensemble, images: Tensor, targets: Tensor, *, own_ta
 
 
 def check_scored(name: str, ensemble: Ensemble, data: Data) -> None:
-    """Two examples, with the lowest and the highest label, as they will be scored."""
+    """Two examples, those with the lowest and the highest class, as they will be scored."""
     check_kind(name, data)
     if isinstance(data, DataLoader):  # to begin it could change its order
         return
@@ -106,11 +109,10 @@ def check_scored(name: str, ensemble: Ensemble, data: Data) -> None:
         raise ValueError(
             f"{name} must hold as many images as targets, and not none. Got {len(images)} and {len(targets)}."
         )
-    flat = targets.flatten(1).amax(1) if targets.ndim > 1 else targets  # (N,)
-    two = [int(flat.argmin()), int(flat.argmax())]
     cuda = [p.device for p in ensemble.parameters() if p.is_cuda][:1]
     try:
         with torch.random.fork_rng(cuda):  # masks may be drawn at test time
+            two = _extremes(targets)
             evaluate(ensemble, (images[two], targets[two]))
     except torch.OutOfMemoryError:
         raise
@@ -118,3 +120,10 @@ def check_scored(name: str, ensemble: Ensemble, data: Data) -> None:
         raise ValueError(
             f"{name} must fit the ensemble. Got data that do not: {first_line(error)}."
         ) from error
+
+
+def _extremes(targets: Tensor) -> list[int]:
+    """Positions of the lowest and the highest class; of pixels, of images where some count."""
+    if targets.ndim == 1:
+        return [int(targets.long().argmin()), int(targets.long().argmax())]
+    return (targets != IGNORE).flatten(1).any(1).nonzero().flatten()[:2].tolist() or [0]

@@ -54,8 +54,10 @@ def find_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count() or "no GPU"
-        raise ValueError(f"device must be one that torch can use. Got {name!r}, and torch finds {found}.")
+        found = f"{torch.cuda.device_count()} GPU" if torch.cuda.device_count() else "no GPU"
+        raise ValueError(
+            f"device must be one that torch can use. Got {name!r}, and torch finds {found}. Use 'cpu'."
+        )
     return device
 
 

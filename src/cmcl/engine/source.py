@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ..data.batches import Batch, LoaderBatches, epoch_seed, permutation
 from ..data.checksum import tensor_checksum
+from ..telling import first_line
 
 
 class Resident:
@@ -30,8 +31,9 @@ class Resident:
             )
         self.images, self.targets = images.to(device), targets.to(device)
         self.examples, self.seeds = len(images), seeds
-        # Targets tell data apart; images may be whitened anew, and differ in the last bits.
-        self.name = f"{self.examples} examples with targets {tensor_checksum({'': targets})[:12]}"
+        # Labels tell data apart; images, or soft labels, may be computed anew and differ in the last bits.
+        labels = "soft" if targets.is_floating_point() else tensor_checksum({"": targets})[:12]
+        self.name = f"{self.examples} examples with targets {labels}"
         self.batch_size = min(batch_size, self.examples)
         rows = self.examples // self.batch_size + 1  # the most steps that can start in one epoch
         self._order = torch.zeros(len(seeds), rows, self.batch_size, dtype=torch.long, device=device)
@@ -88,21 +90,22 @@ class Loaded:
         loader: DataLoader[Any],
         seeds: Sequence[int],
         device: torch.device,
-        transformed: Callable[[Tensor], Tensor] = lambda images: images,  # raw ones, for the networks
+        transformed: Callable[[Tensor], Tensor] | None = None,  # raw images for the networks
     ) -> None:
-        if isinstance(loader.dataset, IterableDataset):
+        try:
+            batches = len(loader)
+        except TypeError as error:
             raise TypeError(
-                "train must have a length and an order to resume in. Got a DataLoader of an IterableDataset; "
-                "pass one with an index, or tensors."
-            )
-        if not len(loader):
+                f"train must have a length. Got a DataLoader without: {first_line(error)}."
+            ) from None
+        if not batches:
             raise ValueError("train must hold at least one batch. Got an empty DataLoader.")
         if len(seeds) > 1:
             raise TypeError(
                 "train must be tensors for several seeds at once, each in an order of its own. Got a "
                 "DataLoader; pass tensors, or train one seed after the other."
             )
-        self.batches, self.transformed = LoaderBatches(loader, device, seeds[0]), transformed
+        self.batches, self.transformed = LoaderBatches(loader, device, seeds[0]), transformed or (lambda x: x)
         self.batch_size = loader.batch_size or 1
         self.examples = len(loader) * self.batch_size
         self.name = f"{len(loader)} batches of {self.batch_size}"

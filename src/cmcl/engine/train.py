@@ -120,7 +120,8 @@ class Run:
         place(ensembles, train, self.device)
         self.source: Source
         if isinstance(train, DataLoader):
-            self.source = Loaded(train, seeds, self.device, ensembles[0].transformed)
+            transform = ensembles[0].transform  # None: the networks take their images as they come
+            self.source = Loaded(train, seeds, self.device, ensembles[0].transformed if transform else None)
             images, targets = self.source.first()
         else:
             images, targets = tensors(train)
@@ -129,10 +130,14 @@ class Run:
         self.ignore_index = IGNORE if targets.ndim > 1 and not targets.is_floating_point() else None
         own_task = task is not None
         classes = count_classes(ensembles[0], images[:2].to(self.device), targets, own_task=own_task)
-        for name, data in (("the held-out part of train", held_out), ("test", test)):
-            if data is not None:
-                check_scored(name, ensembles[0], data)
-        self.state = State(ensembles, seeds, recipe, classes, self.device, task, self.source.name)
+        if own_task and isinstance(train, DataLoader):  # batches to come may hold labels of the task's own
+            classes = 1
+        for name, scored in (("the held-out part of train", held_out), ("test", test)):
+            if scored is not None:
+                check_scored(name, ensembles[0], scored)
+        transform = ensembles[0].transform
+        data = self.source.name + (f", transformed by {transform.checksum[:12]}" if transform else "")
+        self.state = State(ensembles, seeds, recipe, classes, self.device, task, data)
         self.steps = recipe.total_steps(self.source.examples, self.source.batch_size)
         self.rows: list[dict[str, Any]] = []
         if recipe.method != "ie" and recipe.warm_start >= self._epochs():

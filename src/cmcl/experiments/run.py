@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import data
 from ..data.cache import fitted, transformed
-from ..data.dataset import Dataset, few, split_validation
+from ..data.dataset import Dataset, few, identities, split_validation
 from ..data.preprocess import PRESETS, Transform
 from ..engine import Options, Result, fit
 from ..engine.locking import locked
@@ -172,8 +172,10 @@ def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
     if preset is None:
         return Sets(train, test, test.images, outside, None, checksums)
     pictures = test.images
-    # What the choice is made by must not be looked at.
-    learned = split_validation(train, recipe.validation)[0] if recipe.validation else train
+    learned = train
+    if recipe.validation:  # what the choice is made by must not be looked at
+        train = replace(train, units=tuple(identities(train.images)))  # whitened, others may be equal
+        learned = split_validation(train, recipe.validation)[0]
     transform = fitted(preset(), learned, cache)
     train, test = (transformed(transform, one, cache) for one in (train, test))
     outside = outside and transformed(transform, outside, cache)
