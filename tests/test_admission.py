@@ -15,6 +15,7 @@ from cmcl import Options, Recipe, fit
 from cmcl.data.dataset import IGNORE
 from cmcl.data.preprocess import MeanStd
 from cmcl.engine.admission import check_scored
+from cmcl.saving import Missing
 from test_train import QUIET, data, identical, weights
 from test_train_edges import LINEAR, apart, dataset, linear
 
@@ -206,6 +207,15 @@ def test_a_task_that_ignores_labels_of_its_own():
 def test_a_run_that_is_all_warm_start():
     with pytest.warns(UserWarning, match=r"the run ends in its warm start \(9 epochs of 2\)"):
         fit(apart(), data(), recipe=replace(LINEAR, warm_start=9), options=QUIET)
+
+
+def test_images_that_are_ready_need_no_fitted_transform(tmp_path):
+    """An ensemble of the zoo, loaded without its data, can be trained on."""
+    ensemble = apart()
+    ensemble.transform = MeanStd()
+    fit(ensemble, data(), recipe=LINEAR, options=QUIET)
+    ensemble.transform = Missing({"kind": "zca", "source": {"recipe": {"name": "cifar10"}}})
+    fit(ensemble, data(), recipe=LINEAR, options=QUIET, out=tmp_path)
 
 
 def test_to_resume_needs_a_folder():

@@ -87,8 +87,13 @@ class Transform(ABC):
                 start += len(chunk)
         return out
 
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it knows all that it needs."""
+        return not self.needs_fit or self.source is not None
+
     def _check_fitted(self) -> None:
-        if self.needs_fit and self.source is None:
+        if not self.is_fitted:
             raise ValueError(f"{self.kind} must be fitted first. Call .fit(train) or load a saved transform.")
 
     def _learned(self, name: str, device: torch.device) -> Tensor:

@@ -136,7 +136,9 @@ class Run:
             if scored is not None:
                 check_scored(name, ensembles[0], scored)
         transform = ensembles[0].transform
-        data = self.source.name + (f", transformed by {transform.checksum[:12]}" if transform else "")
+        data = self.source.name
+        if transform is not None and transform.is_fitted:  # images that are ready need none
+            data += f", transformed by {transform.checksum[:12]}"
         self.state = State(ensembles, seeds, recipe, classes, self.device, task, data)
         self.steps = recipe.total_steps(self.source.examples, self.source.batch_size)
         self.rows: list[dict[str, Any]] = []
