@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from cmcl.data.dataset import few
 from cmcl.data.preprocess import MeanStd
 from cmcl.engine import Diverged, Interrupted
 from cmcl.engine.capture import Before, check_in_place
+from cmcl.engine.source import Loaded
 from cmcl.engine.train import Run
 from test_train import (
     CLASSES,
@@ -327,6 +329,24 @@ Loaded.feed = feed
 loader = DataLoader(Slow(*t.data()), batch_size=t.B, num_workers=2)
 t.fit(t.small(), loader, recipe=t.RECIPE, out=t.Path(sys.argv[2]), options=t.QUIET)
 """
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ConnectionResetError, EOFError])
+def test_workers_that_die_before_the_signal_is_heard(error, tmp_path, monkeypatch):
+    """Whatever the loader makes of it: torch's own error, or what a broken connection to a worker gives."""
+
+    def broken(self, plain=Loaded.feed, calls=[]):  # noqa: B006
+        calls.append(self)
+        if len(calls) == 3:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            raise error("worker")
+        plain(self)
+
+    monkeypatch.setattr(Loaded, "feed", broken)
+    loader = DataLoader(TensorDataset(*data()), 8)
+    with pytest.raises(Interrupted, match="stopped by SIGTERM at step 2 of 10"):
+        fit(apart(), loader, recipe=LINEAR, out=tmp_path, options=QUIET)
+    assert [path.name[:13] for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
 @pytest.mark.slow  # torch looks after its workers every 5 s

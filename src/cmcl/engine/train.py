@@ -39,6 +39,8 @@ from .state import State
 from .step import Step
 from .telemetry import Telemetry
 
+SOON = 0.5  # seconds in which a signal to a whole group of processes has reached all of them
+
 
 @dataclass
 class Result:
@@ -189,7 +191,12 @@ class Run:
     def _feed(self) -> None:
         try:
             self.source.feed()
-        except RuntimeError:  # a signal to the whole group ended a DataLoader's workers, too
+        except (
+            RuntimeError,
+            OSError,
+            EOFError,
+        ):  # a signal to the whole group ended a DataLoader's workers, too
+            time.sleep(SOON)
             self._save_or_stop()
             raise
 
