@@ -191,12 +191,8 @@ class Run:
     def _feed(self) -> None:
         try:
             self.source.feed()
-        except (
-            RuntimeError,
-            OSError,
-            EOFError,
-        ):  # a signal to the whole group ended a DataLoader's workers, too
-            time.sleep(SOON)
+        except (RuntimeError, OSError, EOFError):
+            time.sleep(SOON)  # a signal to the whole group may have ended a DataLoader's workers before us
             self._save_or_stop()
             raise
 
