@@ -175,6 +175,11 @@ def inputs(x: Tensor) -> Tensor:
     return x
 
 
+def is_pair(value: object) -> bool:
+    """Whether it is two tensors, as (images, targets) are."""
+    return isinstance(value, tuple | list) and len(value) == 2 and all(map(torch.is_tensor, value))
+
+
 def positive(name: str, value: int) -> None:
     """A count must be an integer of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, Integral):

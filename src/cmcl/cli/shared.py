@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..telling import first_line
+
 if TYPE_CHECKING:
     from ..engine import Options
 
@@ -62,8 +64,7 @@ def users_shapes(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{what} torch says: {reason}") from error
+        raise ValueError(f"{what} torch says: {first_line(error)}") from error
 
 
 def check_writable(path: Path | None, option: str) -> None:

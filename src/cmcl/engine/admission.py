@@ -69,8 +69,7 @@ def fitting(recipe: Recipe, ensemble: Ensemble) -> Recipe:
 
 def check_kind(name: str, data: Data) -> None:
     """Data must be something to learn from."""
-    pair = isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(p, Tensor) for p in data)
-    if not pair and not isinstance(data, Dataset | DataLoader):
+    if not checks.is_pair(data) and not isinstance(data, Dataset | DataLoader):
         raise TypeError(
             f"{name} must be a Dataset, a pair of tensors (images, targets) or a DataLoader. Got "
             f"{checks.kind(data)}. Make tensors of arrays (torch.as_tensor), or wrap a dataset of torch's in "

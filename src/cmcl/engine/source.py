@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from .. import checks
 from ..data.batches import Batch, LoaderBatches, epoch_seed, permutation
 from ..data.checksum import tensor_checksum
 from ..telling import first_line
@@ -107,8 +108,8 @@ class Loaded:
             )
         self.batches, self.transformed = LoaderBatches(loader, device, seeds[0]), transformed or (lambda x: x)
         self.batch_size = loader.batch_size or 1
-        self.examples = len(loader) * self.batch_size
-        self.name = f"{len(loader)} batches of {self.batch_size}"
+        self.examples = batches * self.batch_size
+        self.name = f"{batches} batches of {self.batch_size}"
         self._iterator: Iterator[Batch] = iter(())
         self._batch: Batch | None = None
 
@@ -131,9 +132,8 @@ class Loaded:
     def first(self) -> Batch:
         """Some batch, to see what they are like; on the CPU."""
         batch = next(iter(self.batches.loader))
-        if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(map(torch.is_tensor, batch)):
-            parts = batch if isinstance(batch, tuple | list) else None
-            got = type(batch).__name__ if parts is None else [type(part).__name__ for part in parts]
+        if not checks.is_pair(batch):
+            got = ", ".join(map(checks.kind, batch if isinstance(batch, tuple | list) else [batch]))
             raise TypeError(f"batches of train must be (images, targets), two tensors. Got {got}.")
         images, targets = batch
         return self.transformed(images), targets

@@ -12,6 +12,7 @@ from ..ensemble import Ensemble
 from ..modes import keep_modes
 from ..networks import NETWORKS
 from ..recipe import Recipe
+from ..telling import first_line
 
 
 def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ensemble:
@@ -45,8 +46,7 @@ def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:
                 images.float() if images.dtype == torch.uint8 else images
             )  # (M, N, C, ...)
     except (RuntimeError, IndexError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{must}. Got a network that refuses them ({reason}). {cure}") from None
+        raise ValueError(f"{must}. Got a network that refuses them ({first_line(error)}). {cure}") from None
     if logits.shape[3:] != targets.shape[1:]:
         sizes = (targets.shape[1:], logits.shape[3:])
         kinds = [f"an answer per {'pixel' if len(size) else 'image'}" for size in sizes]

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
-from statistics import fmean, stdev
 from typing import Any
 
-from .records import Record
+from .records import Record, spread
 
 TIMES = 2  # standard errors, or test images, that a difference must exceed
 
@@ -40,5 +39,4 @@ def is_dense(record: Record) -> bool:
 
 def spread_of(records: Sequence[Record], key: str = "top1") -> dict[str, Any]:
     """Mean, deviation (None for one) and number of the errors in records."""
-    values = [record.errors["expected"][key] for record in records]
-    return {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else None, "n": len(values)}
+    return spread([record.errors["expected"][key] for record in records])

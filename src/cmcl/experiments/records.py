@@ -160,7 +160,7 @@ def _summary(
         "id": cell.id,
         "recipe": cell.name,
         "paper": {key: cell.paper and cell.paper[key] for key in ("oracle", "top1")},  # None in figures
-        "ours": {key: _spread([_error(r, cell, key, mode) for r in found]) for key in ("oracle", "top1")}
+        "ours": {key: spread([_error(r, cell, key, mode) for r in found]) for key in ("oracle", "top1")}
         if found
         else None,
         "records": [record.file_name for record in found],
@@ -172,7 +172,7 @@ def _error(record: Record, cell: Cell, key: str, mode: str) -> float:
     return fmean(record.members) if cell.single else record.errors[mode][key]
 
 
-def _spread(values: Sequence[float]) -> dict[str, float | int | None]:
+def spread(values: Sequence[float]) -> dict[str, float | int | None]:
     """Mean, sample deviation (None for one value) and number."""
     std = round(stdev(values), 6) if len(values) > 1 else None
     return {"mean": round(fmean(values), 6), "std": std, "n": len(values)}
@@ -192,4 +192,4 @@ def choose(records: Iterable[Record], *, on: str = "validation") -> dict[str, An
     if not errors:
         raise ValueError(f"records must hold a complete one with errors on {on}. Got none. Run `grid` first.")
     best = min(errors, key=lambda name: (fmean(errors[name]), name))
-    return {"name": best, "recipe": recipes[best], "chosen_on": on, "top1": _spread(errors[best])}
+    return {"name": best, "recipe": recipes[best], "chosen_on": on, "top1": spread(errors[best])}
