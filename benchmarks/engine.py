@@ -30,9 +30,9 @@ from torch import Tensor, nn
 import cmcl.engine.step
 from cmcl import Ensemble, Options, Recipe, networks
 from cmcl.engine.capture import Captured
+from cmcl.engine.run import Run
 from cmcl.engine.setup import settings
 from cmcl.engine.step import Step
-from cmcl.engine.train import Run
 
 BATCH = {"resnet20": 128, "vggnet17": 128, "cnn": 64}
 BARS = {"resnet20": 7.0, "vggnet17": 4.0, "cnn": 2.5}  # the plain fp32 loop over the engine, on an H200

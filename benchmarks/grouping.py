@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cmcl import Ensemble, Options, networks
-from cmcl.engine import train
+from cmcl.engine import run as loop
 from cmcl.engine.capture import Captured, captured
 from cmcl.engine.lanes import Compiler
 from cmcl.engine.setup import settings
@@ -116,19 +116,19 @@ def measure(asked: argparse.Namespace, members: int, *, grouped: bool) -> float:
     inductor = {name: ast.literal_eval(value) for name, value in chosen.items()}
     compiling = torch._inductor.config.patch(**inductor) if inductor else nullcontext()
     with fast_kernels(), settings(options, [0]), compiling:
-        run = train.Run([ensemble], (images, targets), None, recipe, [0], options)
+        run = loop.Run([ensemble], (images, targets), None, recipe, [0], options)
         ensemble.train()
-        train.captured = capture
+        loop.captured = capture
         try:
             step = run._make_step(0)
         finally:
-            train.captured = captured
+            loop.captured = captured
         if grouped and isinstance(step, Step):  # not captured: a CPU
             step.members = [Grouped(ensemble, None)]  # type: ignore[list-item]
         return 1000 * seconds(run, step, asked.steps)
 
 
-def seconds(run: train.Run, step: Step | Captured, steps: int) -> float:
+def seconds(run: loop.Run, step: Step | Captured, steps: int) -> float:
     """For one step, the mean of many after as many to warm up."""
     for _ in range(2):
         begun = time.perf_counter()

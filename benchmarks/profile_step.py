@@ -14,8 +14,8 @@ from engine import BATCH, CMCL, fast_kernels
 from torch.profiler import ProfilerActivity, profile
 
 from cmcl import Ensemble, Options, networks
+from cmcl.engine.run import Run
 from cmcl.engine.setup import settings
-from cmcl.engine.train import Run
 
 REPLAYS = 20
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import cmcl
-from cmcl import Options, Recipe, fit
+from cmcl import Ensemble, Options, Recipe, fit
 from cmcl.data.dataset import IGNORE
 from cmcl.data.preprocess import MeanStd
 from cmcl.engine.admission import check_scored
 from cmcl.saving import Missing
-from test_train import QUIET, data, identical, weights
+from test_train import CLASSES, QUIET, data, identical, weights
 from test_train_edges import LINEAR, apart, dataset, linear
 
 
@@ -109,6 +109,45 @@ class TestData:
         assert identical(weights(streamed), weights(indexed))
 
 
+class TestLabels:
+    def test_of_a_later_batch(self, tmp_path):
+        """A DataLoader shows them only on the way; what was learned before is kept."""
+        images, targets = data()
+        targets[-1] = 99
+        train = loader(images, targets)
+        with pytest.raises(ValueError, match=r"targets must be between 0 and 3 .*Got . to 99"):
+            fit(
+                apart(),
+                train,
+                recipe=LINEAR,
+                out=tmp_path,
+                options=replace(QUIET, checkpoint_seconds=0),
+            )
+        kept = sorted(path.name[:13] for path in (tmp_path / "checkpoints").glob("step-*"))
+        assert kept[-1] == f"step-{len(train) - 1:08d}"
+
+    def test_of_pixels(self):
+        images, targets = torch.rand(4, 1, 5, 5), torch.zeros(4, 5, 5, dtype=torch.long)
+        targets[0, 0, 0] = IGNORE
+        pixels = Ensemble(lambda: nn.Conv2d(1, 2, 1), 2)
+        fit(pixels, (images, targets), recipe=LINEAR, options=QUIET)
+        targets[3, 4, 4] = 2
+        for train in ((images, targets), loader(images, targets, batch=2)):
+            with pytest.raises(ValueError, match=r"targets must be between 0 and 1 .*Got 0 to 2"):
+                fit(pixels, train, recipe=LINEAR, options=QUIET)
+
+    def test_of_a_task_of_its_own(self):
+        """What they mean is the task's business, in every batch."""
+        images, targets = data()
+        targets[-1] = 99
+
+        def doubled(logits, targets):
+            return F.cross_entropy(logits, targets % CLASSES, reduction="none")
+
+        for train in ((images, targets), loader(images, targets)):
+            fit(apart(), train, recipe=LINEAR, task=doubled, options=QUIET)
+
+
 class TestRawLoaders:
     def test_go_through_the_transform(self):
         """As the same images do that come as tensors."""
@@ -152,7 +191,7 @@ class TestScoredData:
         ids=["labels", "size", "soft", "raw", "none", "fewer"],
     )
     def test_mistakes(self, test, reason, monkeypatch):
-        monkeypatch.setattr(cmcl.engine.train.Run, "go", lambda *_: pytest.fail("it began to train"))
+        monkeypatch.setattr(cmcl.engine.run.Run, "go", lambda *_: pytest.fail("it began to train"))
         with pytest.raises(ValueError, match=f"test must .*{reason}"):
             fit(apart(), data(), recipe=LINEAR, test=test, options=QUIET)
 
@@ -241,7 +280,7 @@ def test_options():
 
 def test_held_out_data_are_looked_at_first(monkeypatch):
     seen = []
-    monkeypatch.setattr(cmcl.engine.train, "check_scored", lambda name, *_: seen.append(name))
+    monkeypatch.setattr(cmcl.engine.run, "check_scored", lambda name, *_: seen.append(name))
     recipe = replace(LINEAR, validation=0.25, epochs=1)
     fit(apart(), dataset(), recipe=recipe, test=data(), options=QUIET)
     assert seen == ["the held-out part of train", "test"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cmcl import cli
+from cmcl import __version__, cli
 from cmcl.cli.listing import NETWORKS
 from cmcl.cli.shared import print_table
 
@@ -37,6 +37,18 @@ def test_the_first_lines_of_help_are_whole(cmcl):
             assert not line.endswith("..."), line
     documented = (ROOT / "docs" / "commands.md").read_text()
     assert all(f"| `cmcl {command}" in documented for command in COMMANDS)
+    assert "..." not in cmcl("data", "--help")[1].split("Commands:")[1]
+
+
+@pytest.mark.parametrize("command", [[], ["data"]])
+def test_a_bare_command_shows_its_help(cmcl, command):
+    code, out, err = cmcl(*command)
+    assert code == 2
+    assert (out + err).strip() == cmcl(*command, "--help")[1].strip()
+
+
+def test_version(cmcl):
+    assert cmcl("--version") == (0, f"cmcl {__version__}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["list", "--json"], ["train", "digits-cmlc"]])
@@ -51,7 +63,7 @@ def test_python_m_cmcl_is_the_command(cmcl, arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["--help"], ["train", "--help"], ["data", "--help"]),
+        *(["--help"], ["--version"], ["train", "--help"], ["data", "--help"]),
         *(["list"], ["list", "--json"], ["data", "list"]),
         *(["reproduce", "--status", "--results", str(ROOT / "results")], ["train", "digits-cmlc"]),
     ],

@@ -10,7 +10,7 @@ import cmcl
 from cmcl.data.dataset import Dataset
 from cmcl.data.preprocess import MeanStd
 from cmcl.engine.locking import FolderInUseError, locked
-from cmcl.engine.train import Run
+from cmcl.engine.run import Run
 from cmcl.experiments import Cell, environment, find
 from cmcl.experiments.measure import errors, measure
 from cmcl.experiments.recipes import DIGITS, RECIPES

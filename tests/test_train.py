@@ -27,8 +27,8 @@ import cmcl
 from cmcl import Ensemble, Options, Recipe, evaluate, fit
 from cmcl.data import Dataset
 from cmcl.engine import Diverged, Interrupted
+from cmcl.engine import run as engine_run
 from cmcl.engine import step as engine_step
-from cmcl.engine import train as engine_train
 from cmcl.engine.admission import fitting
 from cmcl.engine.checkpoint import Checkpoints
 from cmcl.engine.locking import FolderInUseError, locked
@@ -541,7 +541,7 @@ class TestDivergence:
 
     def test_it_is_noticed_before_a_checkpoint_is_written(self, tmp_path, monkeypatch):
         """As on a GPU, where looking at every step would cost too much."""
-        monkeypatch.setattr(engine_train.Run, "_epoch", _blind(engine_train.Run._epoch))
+        monkeypatch.setattr(engine_run.Run, "_epoch", _blind(engine_run.Run._epoch))
         with pytest.raises(Diverged, match="at step 7"):
             fit(poisoned(7), data(), recipe=APART, seed=2, out=tmp_path, options=ALWAYS)
         assert Checkpoints(tmp_path / "checkpoints").latest().step == 7

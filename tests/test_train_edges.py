@@ -21,8 +21,8 @@ from cmcl.data.dataset import few
 from cmcl.data.preprocess import MeanStd
 from cmcl.engine import Diverged, Interrupted
 from cmcl.engine.capture import Before, check_in_place
+from cmcl.engine.run import Run
 from cmcl.engine.source import Loaded
-from cmcl.engine.train import Run
 from test_train import (
     CLASSES,
     QUIET,
@@ -97,7 +97,7 @@ class TestRows:
 
     def test_speed_counts_images_whoever_makes_the_batches(self, monkeypatch):
         """A DataLoader with a batch_sampler has no batch size."""
-        monkeypatch.setattr("cmcl.engine.train.time.perf_counter", iter(range(10**6)).__next__)
+        monkeypatch.setattr("cmcl.engine.run.time.perf_counter", iter(range(10**6)).__next__)
         sampler = BatchSampler(SequentialSampler(range(40)), 8, drop_last=False)
         loaders = [
             DataLoader(TensorDataset(*data()), 8),

@@ -93,12 +93,16 @@ def values(logits: Tensor, targets: Tensor, ignore_index: int | None, *, own_tas
     if not _may_look(logits):
         return
     no_numbers(logits)
-    if own_task:
-        return
+    if not own_task:
+        label_range(targets, logits.shape[2], ignore_index)
+
+
+def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) -> None:
+    """Labels must be classes of the networks, or the one that is ignored."""
     counted = targets.long() if ignore_index is None else targets[targets != ignore_index].long()
-    if counted.numel() and not (counted.min() >= 0 and counted.max() < logits.shape[2]):
+    if counted.numel() and not (counted.min() >= 0 and counted.max() < classes):
         raise ValueError(
-            f"targets must be between 0 and {logits.shape[2] - 1} (classes on axis 2 of logits). "
+            f"targets must be between 0 and {classes - 1} (classes on axis 2 of logits). "
             f"Got {int(counted.min())} to {int(counted.max())}; ignore_index excludes a value."
         )
 

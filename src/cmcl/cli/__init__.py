@@ -9,9 +9,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
+from .. import __version__
 from . import data, demo, evaluate, export, listing, places, predict, reject, report, reproduce, train, tune
 from .shared import note
 
@@ -36,6 +38,22 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: three times as fast, and shorter
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cmcl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None: ...
+
+
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 app.add_typer(data.app, name="data")
@@ -58,7 +76,9 @@ def _run() -> int:
             return _stopped()
         if os.environ.get("CMCL_DEBUG") == "1" or not _is_users_mistake(error):
             raise
-        if message := _one_line(error):  # empty after a bare `cmcl`, which has printed its help
+        if type(error).__name__ == "NoArgsIsHelpError":  # a bare `cmcl`: the help itself, in its lines
+            typer.echo(_words(error), err=True)
+        elif message := _flat(_words(error)):  # of older versions of typer, which print the help themselves
             note(message)
         return 2
 
@@ -74,8 +94,8 @@ def _is_users_mistake(error: Exception) -> bool:
     return isinstance(error, known) or hasattr(error, "format_message")
 
 
-def _one_line(error: Exception) -> str:
-    return _flat(error.format_message() if hasattr(error, "format_message") else str(error))
+def _words(error: Exception) -> str:
+    return error.format_message() if hasattr(error, "format_message") else str(error)
 
 
 def _flat(text: str) -> str:

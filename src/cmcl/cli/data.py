@@ -25,7 +25,7 @@ def data_fetch(
     root: Root = None,
     site: Annotated[str | None, typer.Option(help="Another address that serves the same files.")] = None,
 ) -> None:
-    """Download a set from its own site; a download that was cut off goes on."""
+    """Download a set from its own site, or go on with a download."""
     from ..data import fetch
 
     for path in fetch(name, root=root, site=site):
@@ -45,7 +45,10 @@ def data_check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load a set and print counts, class histogram, channel means and deviations."""
+    """Load a set and print what is in it.
+
+    Counts, class histogram, channel means and deviations.
+    """
     from ..data import check
 
     report = check(

@@ -4,7 +4,7 @@ The order of an epoch depends on (seed, epoch) alone, so a run can stop and go o
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -91,6 +91,7 @@ class LoaderBatches:
     loader: DataLoader[Any]
     device: torch.device
     seed: int = 0
+    look: Callable[[Tensor], None] = lambda targets: None  # at targets, before they go to the device
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -102,6 +103,7 @@ class LoaderBatches:
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
         for images, targets in islice(self.loader, start, None):
+            self.look(targets)
             yield images.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
 

@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader
 from .. import checks
 from ..data.batches import Batch, LoaderBatches, epoch_seed, permutation
 from ..data.checksum import tensor_checksum
+from ..ensemble import Ensemble
+from ..recipe import Recipe
 from ..telling import first_line
+from .setup import Data, tensors
 
 
 class Resident:
@@ -72,6 +75,9 @@ class Resident:
         """On to the next step; on the device, like `batch`."""
         self._row.add_(1)
 
+    def expect(self, classes: int, ignore_index: int | None) -> None:
+        """Nothing to do: all labels were there to be looked at."""
+
     def feed(self) -> None:
         """Nothing to do: the data are there."""
 
@@ -106,12 +112,14 @@ class Loaded:
                 "train must be tensors for several seeds at once, each in an order of its own. Got a "
                 "DataLoader; pass tensors, or train one seed after the other."
             )
-        self.batches, self.transformed = LoaderBatches(loader, device, seeds[0]), transformed or (lambda x: x)
+        self.batches = LoaderBatches(loader, device, seeds[0], look=self._look)
+        self.transformed = transformed or (lambda x: x)
         self.batch_size = loader.batch_size or 1
         self.examples = batches * self.batch_size
         self.name = f"{batches} batches of {self.batch_size}"
         self._iterator: Iterator[Batch] = iter(())
         self._batch: Batch | None = None
+        self._expected: tuple[int, int | None] | None = None
 
     def steps(self, epoch: int) -> range:
         """The steps of an epoch: one for each batch of the loader."""
@@ -138,6 +146,14 @@ class Loaded:
         images, targets = batch
         return self.transformed(images), targets
 
+    def expect(self, classes: int, ignore_index: int | None) -> None:
+        """Batches to come must have labels of these classes."""
+        self._expected = classes, ignore_index
+
+    def _look(self, targets: Tensor) -> None:
+        if self._expected and not targets.is_cuda:  # on a GPU, looking would wait for the device
+            checks.label_range(targets, *self._expected)
+
     def feed(self) -> None:
         """Bring the next batch to the device."""
         images, targets = next(self._iterator)
@@ -162,3 +178,16 @@ class Loaded:
 
 
 Source = Resident | Loaded
+
+
+def source_of(
+    train: Data, ensemble: Ensemble, recipe: Recipe, seeds: Sequence[int], device: torch.device
+) -> tuple[Source, Batch]:
+    """The batches of a run, and examples on the CPU: all of them, or the first batch of a DataLoader."""
+    if isinstance(train, DataLoader):
+        # without a transform the networks take their images as they come
+        loaded = Loaded(train, seeds, device, ensemble.transformed if ensemble.transform else None)
+        return loaded, loaded.first()
+    images, targets = tensors(train)
+    images = ensemble.transformed(images)
+    return Resident(images, targets, recipe.batch_size, seeds, device), (images, targets)
