@@ -112,6 +112,25 @@ def test_seconds_of_seeds_that_trained_together_are_told_so():
     assert "took them together, not each" in table.note
 
 
+def test_a_table_tells_where_its_numbers_come_from():
+    ie, cmcl = (f"cifar10-resnet20-{method}" for method in ("ie", "cmcl"))
+    here = {"device": "cpu", "precision": "float32", "versions": {"torch": "2.13.0"}, "commit": "a" * 40}
+    there = here | {"device": "NVIDIA H200", "precision": "bf16", "commit": None}
+    assert story.made_on([]) == ""
+    assert story.made_on([made_record(ie, **here)] * 2) == (
+        "Trained on cpu (float32, torch 2.13.0), commit aaaaaaa."
+    )
+    both = [made_record(ie, **here), made_record(cmcl, **there, resumed_with=[{"step": 0}, {"step": 5}])]
+    assert story.made_on(both) == (
+        "Trained on cpu (float32, torch 2.13.0) and NVIDIA H200 (bf16, torch 2.13.0), commits aaaaaaa and "
+        "unknown. 1 of the 2 runs was resumed with another machine, version or commit; the record has the "
+        "stretches."
+    )
+    for text in (tables.headline(both), tables.paper_markdown(3, both)):
+        assert text.endswith(story.made_on(both))
+    assert "Trained on" not in tables.paper_markdown(1, both)  # nothing of it is measured
+
+
 def test_own_data_have_a_name():
     record = made_record("digits-ie")
     own = replace(record, recipe={**record.recipe, "data": None})

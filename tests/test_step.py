@@ -4,6 +4,7 @@ M members, B batch, C classes.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -15,7 +16,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import cmcl
-from cmcl import Ensemble, Recipe
+from cmcl import Ensemble, Recipe, checks
 from cmcl.data.batches import epoch_seed
 from cmcl.engine import step as engine_step
 from cmcl.engine.lanes import Compiler, Lanes
@@ -420,3 +421,15 @@ def test_every_call_draws_anew():
         run(*make([ensemble], RECIPE), RECIPE, steps=5)
     assert len(drawn) == 5
     assert all(not a.equal(b) for a, b in pairwise(drawn))
+
+
+def test_only_the_training_thread_looks_away():
+    """A step leaves NaN for the tally to find; whoever computes a loss beside it is told."""
+    broken, targets = torch.full((2, 1, 3), torch.nan), torch.zeros(1, dtype=torch.long)
+    loss = partial(cmcl.confident_oracle_loss, broken, targets, overlap=1)
+    with checks.blindly(), ThreadPoolExecutor(1) as another:
+        assert loss().total.isnan()
+        with pytest.raises(ValueError, match="logits must not be NaN"):
+            another.submit(loss).result()
+    with pytest.raises(ValueError, match="logits must not be NaN"):
+        loss()

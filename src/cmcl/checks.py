@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral, Real
 from typing import TypeVar
 
@@ -222,18 +223,17 @@ def same_device(name: str, value: Tensor, reference: Tensor) -> None:
         )
 
 
-_blind = False
+_blind: ContextVar[bool] = ContextVar("_blind", default=False)
 
 
 @contextmanager
 def blindly() -> Iterator[None]:
     """Do not look at values: for a caller that finds out by itself, as the training loop does."""
-    global _blind
-    before, _blind = _blind, True
+    before = _blind.set(True)
     try:
         yield
     finally:
-        _blind = before
+        _blind.reset(before)
 
 
 def _may_look(tensor: Tensor) -> bool:
@@ -241,7 +241,7 @@ def _may_look(tensor: Tensor) -> bool:
         return False
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return (tensor.device.type == "cpu" and not _blind) or os.environ.get("CMCL_DEBUG") == "1"
+    return (tensor.device.type == "cpu" and not _blind.get()) or os.environ.get("CMCL_DEBUG") == "1"
 
 
 def kind(value: object) -> str:

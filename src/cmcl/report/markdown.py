@@ -5,7 +5,7 @@ from . import story
 from .alarms import CURE, alarms
 from .comparing import of_runs
 from .gather import Material
-from .tables import claims_markdown, escaped, headline, markdown, paper_markdown, summary_table
+from .tables import below, claims_markdown, escaped, headline, markdown, paper_markdown, summary_table
 
 
 def render(material: Material) -> str:
@@ -26,7 +26,7 @@ def render(material: Material) -> str:
     if own := [run.record for run in material.runs if run.record]:
         labels = {run.record.file_name: run.label for run in material.runs if run.record}
         table = summary_table(own, labels)
-        parts += ["## Runs", *map(escaped, of_runs(own)), markdown(table), table.note]
+        parts += ["## Runs", *map(escaped, of_runs(own)), markdown(table), below(table)]
     if found := alarms(material.runs):
         parts += [
             "## Members that learned next to nothing",

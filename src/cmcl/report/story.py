@@ -1,6 +1,6 @@
 """What the numbers mean, in plain sentences that are computed from them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..experiments.claims import FAILS, HOLDS, NEARLY, Verdict
@@ -75,6 +75,33 @@ def how_far(records: Records, verdicts: Sequence[Verdict]) -> str:
         f"{len(verdicts)} claims {held + near} held up{noise}, {failed} did not, {rest} are not yet measured "
         "in full."
     )
+
+
+def made_on(records: Iterable[Record]) -> str:
+    """Which machines and which state of the program the numbers come from; empty without any."""
+    found = list({record.file_name: record for record in records}.values())
+    if not found:
+        return ""
+    machines = _distinct(f"{r.device} ({r.precision}, torch {r.versions.get('torch')})" for r in found)
+    commits = _distinct((r.commit or "unknown")[:7] for r in found)
+    text = (
+        f"Trained on {_listed(machines)}, {'commit' if len(commits) == 1 else 'commits'} {_listed(commits)}."
+    )
+    if pieces := sum(bool(r.resumed_with) for r in found):
+        text += (
+            f" {pieces} of the {len(found)} runs {'was' if pieces == 1 else 'were'} resumed with another "
+            "machine, version or commit; the record has the stretches."
+        )
+    return text
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def _listed(texts: Sequence[str]) -> str:
+    *first, last = texts
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def modest(cmcl: Sequence[Record], ie: Sequence[Record] = (), *, where: str = "") -> str:

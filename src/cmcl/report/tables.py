@@ -9,6 +9,7 @@ from ..experiments.claims import judge
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import CELLS, TARGETS, Cell
 from ..experiments.records import Record
+from . import story
 from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread
 
 Summary = Mapping[str, Any]  # as `summarise` returns it
@@ -43,7 +44,8 @@ class Table:
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Value]]
-    note: str = ""
+    note: str = ""  # how to read it
+    source: str = ""  # where its numbers come from
     keys: int = field(default=1)  # columns that name a row
 
 
@@ -88,7 +90,8 @@ def _paper_table(name: str, keys: tuple[str, ...], found: Evidence) -> Table:
         rows.append([*row, _count(found.cells[cell.id])])
     number = name.removeprefix("table")
     caption = f"Table {number}. {TARGETS[name]['caption']}"
-    return Table(name, caption, columns, rows, note=LEGEND, keys=len(keys))
+    source = story.made_on(record for cell in cells for record in found.standing(cell.id))
+    return Table(name, caption, columns, rows, note=LEGEND, source=source, keys=len(keys))
 
 
 def _keys(cell: Cell) -> tuple[str, ...]:
@@ -160,15 +163,17 @@ def headline_table(records: Records) -> Table:
     columns += [
         Column(word, f"{DATA[data]}, %") for data in ("cifar10", "svhn") for word in ("paper", "ours", "n")
     ]
-    rows = []
+    rows, behind = [], []
     for method in METHODS:
         row = [Value(METHODS[method])]
         for data in ("cifar10", "svhn"):
             own, rival = (f"table3/{data}-resnet20-{name}" for name in (method, "ie"))
             paper, ours, _ = _compared(found, own, rival, "top1")
             row += [paper, ours, _count(found.cells[own])]
+            behind += found.standing(own)
         rows.append(row)
-    return Table("headline", "Top-1 error of five ResNet-20", columns, rows, note=LEGEND)
+    source = story.made_on(behind)
+    return Table("headline", "Top-1 error of five ResNet-20", columns, rows, note=LEGEND, source=source)
 
 
 def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = None) -> Table:
@@ -193,7 +198,8 @@ def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = 
         "member's for each image. Member: the mean member's. ECE: expected calibration error. Seconds: of "
         "the whole run; seeds that trained together took them together, not each."
     )
-    return Table("summary", "Errors on the test set", columns, rows, note=note)
+    source = story.made_on(records)
+    return Table("summary", "Errors on the test set", columns, rows, note=note, source=source)
 
 
 def _seconds(record: Record) -> str:
@@ -228,13 +234,18 @@ def _marked(value: Value) -> str:
 def headline(records: Records) -> str:
     """The headline table in Markdown."""
     table = headline_table(records)
-    return f"{markdown(table)}\n\n{table.caption}, %. {table.note}"
+    return f"{markdown(table)}\n\n{table.caption}, %. {below(table)}"
 
 
 def paper_markdown(number: int, records: Records) -> str:
     """One of the paper's tables in Markdown, with its caption."""
     table = paper_tables(records)[number - 1]
-    return f"{markdown(table)}\n\n{table.caption}. Errors in percent. {table.note}"
+    return f"{markdown(table)}\n\n{table.caption}. Errors in percent. {below(table)}"
+
+
+def below(table: Table) -> str:
+    """What stands below a table in Markdown: how to read it, where it comes from."""
+    return " ".join(filter(None, (table.note, table.source and escaped(table.source))))
 
 
 def claims_markdown(records: Records) -> str:
