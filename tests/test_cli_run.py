@@ -18,6 +18,7 @@ from cmcl.cli.runs import SETS, data_of, find_ensembles, first_ensemble
 from cmcl.cli.train import change, changed_name
 from cmcl.experiments import find
 from cmcl.experiments.recipes import RECIPES, SHAPES
+from cmcl.experiments.records import Record
 from cmcl.experiments.run import few
 
 TINY = replace(
@@ -86,6 +87,23 @@ class TestTrain:
         code, out, _ = cmcl("train", "tiny-cmcl", "--out", tmp_path, "--quiet", "--resume")
         assert code == 0
         assert "tiny-cmcl: errors on 359 test images" in out
+
+    def test_a_record_is_not_replaced_by_another_run(self, cmcl, tmp_path):
+        """The same seed with another precision, say: two numbers, and nobody may choose between them."""
+        words = ["train", "tiny-cmcl", "--results", tmp_path, "--quiet", "--out"]
+        assert cmcl(*words, tmp_path / "first")[0] == 0
+        (path,) = (tmp_path / "records").iterdir()
+        before = path.read_bytes()
+        for more in ([], ["--resume"], ["--seeds", "2"]):
+            code, _, err = cmcl(*words, tmp_path / "second", "--precision", "bf16", *more)
+            assert code == 2
+            assert f"{path} must not be there yet" in err
+        assert not (tmp_path / "second").exists()
+        assert cmcl(*words, tmp_path / "first", "--resume")[0] == 0  # the run itself is only measured again
+        assert path.read_bytes() == before
+        path.write_text("damaged")
+        assert cmcl(*words, tmp_path / "second")[0] == 0
+        assert Record.read(path) is not None
 
     def test_time_over_and_on(self, cmcl, tmp_path):
         words = ["train", "tiny-cmcl", "--steps", "200", "--out", tmp_path, "--quiet", "--json"]

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -88,6 +88,8 @@ def train(
         folder = run_folder(out, name, changed, which)
         if not resume:
             _refuse_old(folder, changed)
+        if results is not None and not folder.exists():
+            _refuse_recorded(results, name, changed, which)
         options = engine_options(
             device, precision, quiet=quiet, evaluate_every=evaluate_every, checkpoint_seconds=save_every
         )
@@ -181,6 +183,18 @@ def _refuse_old(folder: Path, recipe: "Recipe") -> None:
             f"{folder} must be new. It holds this run, interrupted at step {step}{of}. Go on with --resume, "
             "or name another --out or --seed."
         )
+
+
+def _refuse_recorded(results: Path, name: str, recipe: "Recipe", seeds: Sequence[int]) -> None:
+    """A new run must not take the place of one that is recorded: which of the two counts is no choice."""
+    from ..experiments.records import Record, file_name
+
+    for path in (results / "records" / file_name(name, recipe.hash, seed) for seed in seeds):
+        if (record := Record.read(path)) is not None and record.complete:
+            raise ValueError(
+                f"{path} must not be there yet. It is the record of this very run, trained before. Name "
+                "another --results or --seed, leave out --results, or move it away."
+            )
 
 
 def _show(records: "list[Record]", folder: Path, as_json: bool) -> None:

@@ -54,8 +54,8 @@ class Record:
 
     @property
     def file_name(self) -> str:
-        """Readable, and no two records share it."""
-        return f"{self.name}--{self.recipe_hash}--seed{self.seed}.json"
+        """Readable, and no two runs share it."""
+        return file_name(self.name, self.recipe_hash, self.seed)
 
     def save(self, path: Path) -> None:
         """Write one JSON file, whole or not at all; a line for each field."""
@@ -104,6 +104,11 @@ class Record:
         Recipe.from_json(self.recipe)
         if not self.together or not {"data", "network", "sharing"} <= set(self.recipe):
             raise ValueError("recipe must name its data and network, and together its seeds")
+
+
+def file_name(name: str, recipe_hash: str, seed: int) -> str:
+    """Of the record of a run."""
+    return f"{name}--{recipe_hash}--seed{seed}.json"
 
 
 def load_records(results: str | Path) -> list[Record]:
