@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Integral, Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -183,6 +183,15 @@ def inputs(x: Tensor) -> Tensor:
 def is_pair(value: object) -> bool:
     """Whether it is two tensors, as (images, targets) are."""
     return isinstance(value, tuple | list) and len(value) == 2 and all(map(torch.is_tensor, value))
+
+
+def pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
+    """A batch must be (images, targets)."""
+    if not is_pair(batch):
+        got = ", ".join(map(kind, batch if isinstance(batch, tuple | list) else [batch]))
+        raise TypeError(f"batches of {name} must be (images, targets), two tensors. Got {got}.")
+    images, targets = batch
+    return images, targets
 
 
 def positive(name: str, value: int) -> None:

@@ -165,8 +165,15 @@ def _check_targets(targets: Tensor, images: Tensor, source: str) -> None:
         raise TypeError(f"targets of {source} must be one of {allowed}. Got {targets.dtype}.")
 
 
+def ignored(targets: Tensor, classes: int) -> int | None:
+    """The target that counts for nothing: 255 of pixels, unless there are so many classes that it is one."""
+    of_pixels = targets.ndim > 1 and not targets.is_floating_point()
+    return IGNORE if of_pixels and classes <= IGNORE else None
+
+
 def _check_labels(targets: Tensor, classes: int, source: str) -> None:
-    labels = targets if targets.ndim == 1 else targets[targets != IGNORE]
+    nothing = ignored(targets, classes)
+    labels = targets if nothing is None else targets[targets != nothing]
     if not labels.numel():
         return
     low, high = int(labels.min()), int(labels.max())

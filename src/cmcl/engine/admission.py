@@ -15,8 +15,9 @@ from ..ensemble import Ensemble
 from ..modes import keep_modes
 from ..recipe import Recipe
 from ..telling import first_line
-from .scoring import evaluate
+from .scoring import AUTO, evaluate
 from .setup import Data, tensors
+from .source import first_batch
 
 
 def repeats(
@@ -77,8 +78,8 @@ def check_kind(name: str, data: Data) -> None:
         )
 
 
-def count_classes(ensemble: Ensemble, images: Tensor) -> int:
-    """How many classes the networks tell apart: found out by two examples."""
+def first_answers(ensemble: Ensemble, images: Tensor) -> Tensor:
+    """Logits (M, 2, C, ...) of two examples: how many classes the networks tell apart, and of what."""
     try:
         with torch.no_grad(), keep_modes(ensemble):
             logits: Tensor = ensemble.eval()(images[:2])
@@ -90,15 +91,13 @@ def count_classes(ensemble: Ensemble, images: Tensor) -> int:
             f"the networks must take an example of train. Got {one} and this answer: {first_line(error)}."
         ) from error
     checks.no_numbers(logits)
-    return logits.shape[2]
+    return logits
 
 
-def check_scored(name: str, ensemble: Ensemble, data: Data) -> None:
+def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | str | None = AUTO) -> None:
     """Two examples, those with the lowest and the highest class, as they will be scored."""
     check_kind(name, data)
-    if isinstance(data, DataLoader):  # to begin it could change its order
-        return
-    images, targets = tensors(data)
+    images, targets = first_batch(name, data) if isinstance(data, DataLoader) else tensors(data)
     if not len(images) or len(images) != len(targets):
         raise ValueError(
             f"{name} must hold as many images as targets, and not none. Got {len(images)} and {len(targets)}."
@@ -107,7 +106,7 @@ def check_scored(name: str, ensemble: Ensemble, data: Data) -> None:
     try:
         with torch.random.fork_rng(cuda):  # masks may be drawn at test time
             two = _extremes(targets)
-            evaluate(ensemble, (images[two], targets[two]))
+            evaluate(ensemble, (images[two], targets[two]), ignore_index=ignore_index)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError, TypeError, ValueError) as error:

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 
 from .. import checks
-from ..data.dataset import IGNORE
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from ..recipe import Recipe
 from ..telling import tell
-from .admission import check_kind, check_scored, count_classes
+from .admission import check_kind, check_scored, first_answers
 from .capture import Captured, captured
 from .keeper import Keeper
 from .optimizer import set_lr
 from .progress import Progress
-from .scoring import evaluate
+from .scoring import AUTO, evaluate, resolved
 from .setup import Data, Options, find_device, hold_out, limited, place
 from .source import Resident, source_of
 from .state import State
@@ -58,6 +57,7 @@ class Run:
         seeds: list[int],
         options: Options,
         task: TaskLoss | None = None,
+        ignore_index: int | str | None = AUTO,
     ) -> None:
         self.recipe, self.options, self.test, self.task = recipe, options, test, task
         self.device = find_device(options.device)
@@ -66,18 +66,22 @@ class Run:
         self.held_out = held_out or test  # what is looked at on the way
         place(ensembles, train, self.device)
         self.source, (images, targets) = source_of(train, ensembles[0], recipe, seeds, self.device)
-        self.ignore_index = IGNORE if targets.ndim > 1 and not targets.is_floating_point() else None
-        classes = count_classes(ensembles[0], images[:2].to(self.device))
+        answers = first_answers(ensembles[0], images[:2].to(self.device))  # (M, 2, C, ...)
+        classes = answers.shape[2]
+        self.ignore_given = ignore_index
+        self.ignore_index = resolved(ignore_index, targets, classes, dense=answers.ndim > 3)
         if task is None and not targets.is_floating_point():  # on a GPU a wrong label would end it all
             checks.label_range(targets, classes, self.ignore_index)
             self.source.expect(classes, self.ignore_index)
         for name, scored in (("the held-out part of train", held_out), ("test", test)):
             if scored is not None:
-                check_scored(name, ensembles[0], scored)
+                check_scored(name, ensembles[0], scored, ignore_index)
         transform = ensembles[0].transform
         data = self.source.name
         if transform is not None and transform.is_fitted:  # images that are ready need none
             data += f", transformed by {transform.checksum[:12]}"
+        if ignore_index != AUTO:
+            data += f", without {ignore_index}"
         winnable = classes if self._tells_classes(targets, classes) else 1
         self.state = State(ensembles, seeds, recipe, winnable, self.device, task, data)
         self.steps = recipe.total_steps(self.source.examples, self.source.batch_size)
@@ -100,6 +104,8 @@ class Run:
                 self._epoch(epoch, step)
             self.keeper.save_or_stop()
         seconds = self.keeper.seconds()
+        for ensemble in self.state.ensembles:
+            ensemble.eval()  # it is there to be asked now; and several threads may ask at once
         scores = [] if self.test is None else [self._scores(e, self.test) for e in self.state.ensembles]
         return Result(self.rows, scores, self.state.step, seconds)
 
@@ -123,7 +129,11 @@ class Run:
             if state.step < min(steps.stop, self.steps):  # the last one is saved after its report
                 self._save_or_stop()
         self._check_finite()
-        self._report(epoch + 1, images / (time.perf_counter() - begun))
+        try:
+            self._report(epoch + 1, images / (time.perf_counter() - begun))
+        except Exception:  # scoring failed: what was learned is kept all the same
+            self.keeper.save()
+            raise
         self._save_or_stop()
 
     def _feed(self) -> None:
@@ -212,7 +222,8 @@ class Run:
         return f"seed {seed}: " if self.keeper.checkpoints or len(self.state.seeds) > 1 else ""
 
     def _scores(self, ensemble: Ensemble, data: Data) -> dict[str, float]:
-        return evaluate(ensemble, data, batch_size=self.options.evaluation_batch)
+        batch_size = self.options.evaluation_batch
+        return evaluate(ensemble, data, batch_size=batch_size, ignore_index=self.ignore_given)
 
     def _lr(self, step: int) -> float:
         return self.recipe.lr_at(step, self.steps)
@@ -226,7 +237,7 @@ class Run:
 
     def _tells_classes(self, targets: torch.Tensor, classes: int) -> bool:
         """Whether wins can be counted by class: not of pixels, soft labels or what a task reads its way."""
-        if targets.ndim > 1 or targets.is_floating_point():
+        if targets.ndim > 1 or targets.is_floating_point() or self.ignore_index is not None:
             return False
         if self.task is None:
             return True

@@ -139,11 +139,7 @@ class Loaded:
 
     def first(self) -> Batch:
         """Some batch, to see what they are like; on the CPU."""
-        batch = next(iter(self.batches.loader))
-        if not checks.is_pair(batch):
-            got = ", ".join(map(checks.kind, batch if isinstance(batch, tuple | list) else [batch]))
-            raise TypeError(f"batches of train must be (images, targets), two tensors. Got {got}.")
-        images, targets = batch
+        images, targets = first_batch("train", self.batches.loader)
         return self.transformed(images), targets
 
     def expect(self, classes: int, ignore_index: int | None) -> None:
@@ -156,7 +152,12 @@ class Loaded:
 
     def feed(self) -> None:
         """Bring the next batch to the device."""
-        images, targets = next(self._iterator)
+        images, targets = next(self._iterator, (None, None))
+        if images is None or targets is None:
+            raise ValueError(
+                f"train must yield as many batches as its length says, {len(self.batches)}. Got fewer; mend "
+                "the __len__ of its dataset."
+            )
         self._batch = self.transformed(images), targets
 
     @property
@@ -175,6 +176,19 @@ class Loaded:
     def state(self) -> list[Tensor]:
         """Nothing that a step changes."""
         return []
+
+
+def first_batch(name: str, loader: DataLoader[Any]) -> Batch:
+    """Some batch, to see what they are like; the loader goes on as if nobody had looked."""
+    own = loader.generator
+    before = own and own.get_state()
+    with torch.random.fork_rng(devices=[]):
+        batch = next(iter(loader), None)
+    if own is not None and before is not None:
+        own.set_state(before)
+    if batch is None:
+        raise ValueError(f"{name} must hold at least one batch. Got an empty DataLoader.")
+    return checks.pair(name, batch)
 
 
 Source = Resident | Loaded

@@ -8,6 +8,7 @@ from ..objectives import TaskLoss
 from ..recipe import Recipe
 from .admission import fitting, repeats
 from .run import Result, Run
+from .scoring import AUTO
 from .setup import Data, Options, settings
 
 
@@ -19,6 +20,7 @@ def fit(
     seed: int | Sequence[int] = 0,
     test: Data | None = None,
     task: TaskLoss | None = None,
+    ignore_index: int | str | None = AUTO,
     out: str | Path | None = None,
     resume: bool = False,
     options: Options | None = None,
@@ -34,6 +36,7 @@ def fit(
         seed: of data order, masks and labels; one for each repeat.
         test: data for the scores at the end.
         task: what a specialist learns, as for `confident_oracle_loss`: class weights, label smoothing.
+        ignore_index: a target that counts for nothing. "auto": 255 of pixels, where it can be no class.
         out: run folder, for telemetry and checkpoints. None: nothing is written.
         resume: go on from the folder's last checkpoint, if there is one.
         options: how the run is carried out.
@@ -48,7 +51,7 @@ def fit(
         )
     options = options or Options()
     with settings(options, seeds):
-        run = Run(ensembles, train, test, recipe, seeds, options, task)
+        run = Run(ensembles, train, test, recipe, seeds, options, task, ignore_index)
         return run.go(None if out is None else Path(out), resume)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import metrics
-from ..data.dataset import IGNORE, Dataset
+from ..data.dataset import Dataset, ignored
 from ..ensemble import Ensemble
 
 BINS = 50  # of an entropy histogram, from 0 to log C
@@ -42,7 +42,7 @@ def measure(
         drawn = predict(ensemble, test.images, mode="sampled", batch_size=batch_size, seed=seed)
         sampled = errors(drawn, test.targets)
     unseen = None if outside is None else predict(ensemble, outside.images, batch_size=batch_size)
-    ignore = _ignored(test.targets)
+    ignore = ignored(test.targets, probs.shape[2])
     members = metrics.member_errors(probs, test.targets, ignore_index=ignore)
     classwise = metrics.classwise_accuracy(probs, test.targets, ignore_index=ignore)  # (M, C)
     return {
@@ -70,7 +70,7 @@ def predict(
 
 def errors(probs: Tensor, targets: Tensor) -> dict[str, float]:
     """`top1` is the paper's: of the averaged answer or, for segmentation, of the most confident member."""
-    ignore = _ignored(targets)
+    ignore = ignored(targets, probs.shape[2])
     averaged = round(100 * metrics.top1_error(probs, targets, ignore_index=ignore), 6)
     picked = round(100 * metrics.picked_error(probs, targets, ignore_index=ignore), 6)
     oracle = round(100 * metrics.oracle_error(probs, targets, ignore_index=ignore), 6)
@@ -80,12 +80,11 @@ def errors(probs: Tensor, targets: Tensor) -> dict[str, float]:
 
 def _calibration(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[str, Any]:
     """Of the averaged answer: ECE in percent, the other numbers as they are."""
-    summary = metrics.summary(
-        probs, targets, outside=unseen, bins=RELIABILITY_BINS, ignore_index=_ignored(targets)
-    )
+    ignore = ignored(targets, probs.shape[2])
+    summary = metrics.summary(probs, targets, outside=unseen, bins=RELIABILITY_BINS, ignore_index=ignore)
     names = [name for name in ("nll", "brier", "aurc", "auroc", "fpr95") if name in summary]
     confidence, answer = probs.mean(0).max(1)
-    counts = targets != IGNORE if targets.ndim > 1 else torch.ones_like(targets, dtype=torch.bool)
+    counts = torch.ones_like(targets, dtype=torch.bool) if ignore is None else targets != ignore
     right = (answer == targets)[counts]
     confidence = confidence[counts].clamp(0, 1)
     risk = metrics.risk_coverage(confidence, right)[1]
@@ -140,7 +139,3 @@ def _percent(values: Tensor) -> list[Any]:
     if values.ndim > 1:
         return [_percent(row) for row in values]
     return [None if math.isnan(x) else round(100 * x, 6) for x in values.tolist()]
-
-
-def _ignored(targets: Tensor) -> int | None:
-    return IGNORE if targets.ndim > 1 else None
