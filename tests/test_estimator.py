@@ -1,6 +1,8 @@
 """The scikit-learn estimator keeps scikit-learn's contract, and is the ensemble it says it is."""
 
+import json
 import pickle
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -303,6 +305,47 @@ class TestImages:
             small().fit(X[:, 0], y)
 
 
+class TestSaved:
+    """The default network is described in the folder, so that nobody has to build it."""
+
+    @pytest.mark.parametrize("share_after", [None, "relu"])
+    def test_vectors(self, iris, share_after, tmp_path):
+        X, y = iris
+        model = small(epochs=1, share_after=share_after).fit(X, np.array(["a", "b", "c"])[y])
+        model.ensemble_.save(tmp_path)
+        loaded = cmcl.load(tmp_path)
+        assert loaded.share_after == share_after
+        probs = loaded.predict(torch.from_numpy(X)).probs
+        assert probs.equal(model.ensemble_.predict(torch.from_numpy(X)).probs)
+        assert (model.classes_[probs.argmax(-1)] == model.predict(X)).all()
+
+    @pytest.mark.parametrize("raw", [False, True])
+    def test_images(self, digits, raw, tmp_path):
+        X, y = digits
+        X = (X * 15).astype(np.uint8) if raw else X  # in double precision otherwise
+        model = small(epochs=1, hidden=np.int64(8)).fit(X, y)
+        model.ensemble_.save(tmp_path)
+        probs = cmcl.load(tmp_path).predict(torch.from_numpy(X)).probs
+        assert probs.numpy() == pytest.approx(model.predict_proba(X))
+
+    def test_of_before_it_was_described(self, iris, tmp_path):
+        X, y = iris
+        model = small(epochs=1).fit(X, y)
+        model.ensemble_.save(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["members"] = [{"network": None, "class": "Sequential"}] * 3
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="holds 'Sequential', which is not .* Pass network="):
+            cmcl.load(tmp_path)
+
+        def network():
+            layers = {"hidden": nn.Linear(4, 64), "relu": nn.ReLU(), "classify": nn.Linear(64, 3)}
+            return nn.Sequential(OrderedDict(layers))
+
+        x = torch.from_numpy(X)
+        assert cmcl.load(tmp_path, network=network).predict(x).probs.equal(model.ensemble_.predict(x).probs)
+
+
 def own_network():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
@@ -335,6 +378,7 @@ WRONG = {
     "one class": (dict(), np.zeros(150), "y must hold at least 2 classes. Got 1 class, "),
     "one class, named": (dict(), np.full(150, "se"), "Got 1 class, 'se'."),
     "overlap": (dict(overlap=7), None, "overlap must be between 1 and 3. Got 7"),
+    "hidden": (dict(hidden=0), None, "hidden must be 1 or more. Got 0"),
     "method": (dict(method="bagging"), None, "method must be one of"),
     "numbers for classes": (dict(), np.linspace(0, 1, 150), "Unknown label type: continuous"),
     "too few outputs": (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cmcl import networks
-from cmcl.networks import NETWORKS, SplitNetwork, cnn, describe, fcn, googlenet18, resnet20, vggnet17
+from cmcl.networks import NETWORKS, SplitNetwork, cnn, describe, fcn, googlenet18, plain, resnet20, vggnet17
 from cmcl.networks.cnn import PlainDropout
 from cmcl.networks.googlenet import Inception
 from cmcl.networks.resnet import Block, Shortcut
@@ -365,6 +365,57 @@ def test_the_smallest_size_works():
     assert cnn(size=16).eval()(torch.randn(1, 3, 16, 16)).shape == (1, 10)
     assert cnn(size=4, padding=2).eval()(torch.randn(1, 3, 4, 4)).shape == (1, 10)
     assert cnn(size=1, kernel=1, padding=2).eval()(torch.randn(1, 3, 1, 1)).shape == (1, 10)
+
+
+# --- plain, which is not the paper's
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers"),
+    [
+        ((4,), lambda: [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)]),
+        (
+            (2, 6, 6),
+            lambda: [
+                *(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)),
+                *(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2)),
+                *(nn.Flatten(), nn.Linear(32, 3)),
+            ],
+        ),
+    ],
+    ids=["vectors", "images"],
+)
+def test_plain_by_hand(shape, layers):
+    torch.manual_seed(0)
+    network = plain(shape=shape, classes=3, hidden=8)
+    torch.manual_seed(0)
+    expected = nn.Sequential(*layers())
+    x = torch.randn(5, *shape)
+    assert network(x).equal(expected(x))
+    assert isinstance(network.relu, nn.ReLU)
+    again = plain(**json.loads(json.dumps(network.options)))
+    assert (again.name, again.options) == ("plain", network.options)
+    again.load_state_dict(network.state_dict())
+
+
+def test_a_slice_of_plain_has_no_name():
+    assert not plain(shape=(4,), classes=3)[:2].name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"shape": (4, 4)}, r"shape must be \(features,\) or \(channels, height, width\). Got \(4, 4\)"),
+        ({"shape": 4}, "shape must be .* Got 4"),
+        ({"shape": (0,)}, "each of shape must be a whole number of at least 1. Got 0"),
+        ({"classes": 1}, "classes must be a whole number of at least 2. Got 1"),
+        ({"hidden": 0}, "hidden must be a whole number of at least 1. Got 0"),
+        ({"shape": (1, 8, 8), "hidden": 1}, "hidden must be a whole number of at least 2. Got 1"),
+    ],
+)
+def test_bad_options_of_plain(options, words):
+    with pytest.raises(ValueError, match=words):
+        plain(**{"shape": (4,), "classes": 3} | options)
 
 
 # --- the table

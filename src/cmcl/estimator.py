@@ -18,11 +18,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
+from . import checks
 from .engine import Options, fit
 from .engine.setup import find_device
 from .ensemble import Ensemble
 from .modes import keep_modes
-from .networks.base import chain
+from .networks import plain
 from .objectives import TaskLoss
 from .prediction import Prediction
 from .recipe import Recipe
@@ -39,7 +40,8 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     Args:
         network: a function that builds one member, as for `Ensemble`, with an output for each class. None:
-            one hidden layer for vectors, two convolutions for images; their place to share is "relu".
+            `networks.plain`, one hidden layer for vectors, two convolutions for images; the place to share
+            is "relu".
         members: M, how many.
         method: "cmcl", "mcl" (nobody is asked to be silent) or "ie" (everybody learns everything).
         overlap: K, how many members learn each example.
@@ -158,13 +160,23 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return {name: getattr(self, name) for name in names}
 
     def _build(self, seed: int, X: Array) -> Ensemble:
-        network = self.network or partial(_network, self.shape_, len(self.classes_), self.hidden)
+        network = self.network or self._default()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             ensemble = Ensemble(network, self.members, share_after=self.share_after)
             dtype = _precision(X, self.device)
             _check_outputs(ensemble.to(dtype), torch.tensor(X[:2], dtype=dtype), len(self.classes_))
         return ensemble
+
+    def _default(self) -> Callable[[], nn.Module]:
+        if len(self.shape_) not in (1, 3):
+            raise ValueError(
+                "X must be vectors (N, features) or images (N, channels, height, width). Got (N, "
+                f"{', '.join(map(str, self.shape_))}); pass network= for other shapes."
+            )
+        checks.positive("hidden", self.hidden)
+        # int, because a grid may hold numpy's, which JSON does not know
+        return partial(plain, shape=self.shape_, classes=len(self.classes_), hidden=int(self.hidden))
 
     def _task(self, y: Array) -> TaskLoss | None:
         if self.class_weight is None:
@@ -236,24 +248,3 @@ def _check_outputs(ensemble: Ensemble, x: Tensor, classes: int) -> None:
             f"network must have an output for each of the {classes} classes. Got {got} outputs. Build its "
             f"last layer with {classes}."
         )
-
-
-def _network(shape: tuple[int, ...], classes: int, hidden: int) -> nn.Module:
-    """The default member for vectors or images."""
-    if len(shape) == 1:
-        return chain(hidden=nn.Linear(shape[0], hidden), relu=nn.ReLU(), classify=nn.Linear(hidden, classes))
-    if len(shape) == 3:
-        return chain(
-            conv1=nn.Conv2d(shape[0], hidden // 2, 3, padding=1),
-            relu=nn.ReLU(),
-            pool=nn.MaxPool2d(2, ceil_mode=True),
-            conv2=nn.Conv2d(hidden // 2, hidden, 3, padding=1),
-            relu2=nn.ReLU(),
-            average=nn.AdaptiveAvgPool2d(2),
-            flatten=nn.Flatten(),
-            classify=nn.Linear(4 * hidden, classes),
-        )
-    raise ValueError(
-        f"X must be vectors (N, features) or images (N, channels, height, width). Got (N, "
-        f"{', '.join(map(str, shape))}); pass network= for other shapes."
-    )

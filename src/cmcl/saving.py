@@ -23,8 +23,7 @@ from .ensemble import Ensemble
 from .files import replacing
 from .finetuning import OneStem, held_once, join_stems
 from .members import Network, Output, build_members
-from .networks import NETWORKS
-from .networks.base import SplitNetwork
+from .networks import BUILDERS, Plain, SplitNetwork
 from .sharing import MODES
 
 FORMAT = "cmcl-ensemble"
@@ -195,7 +194,7 @@ def _name(function: Output) -> str:
 
 def _describe(member: nn.Module) -> dict[str, Any]:
     """Enough to build the member again if it is one of ours; otherwise its class, for the error message."""
-    if isinstance(member, SplitNetwork) and member.name in NETWORKS:
+    if isinstance(member, SplitNetwork | Plain) and member.name in BUILDERS:
         return {"network": member.name, "options": member.options}
     return {"network": None, "class": type(member).__qualname__}
 
@@ -209,13 +208,13 @@ def _modules(folder: Path, members: list[dict[str, Any]], network: Network | Non
 
 def _build(folder: Path, member: dict[str, Any]) -> nn.Module:
     name = member.get("network")
-    if name not in NETWORKS:
+    if name not in BUILDERS:
         raise ValueError(
             f"{folder} holds {member.get('class') or name!r}, which is not a network of cmcl's own. "
             "Pass network= (--network MODULE:FUNCTION), a function that builds one member."
         )
     try:
-        return NETWORKS[name](**member["options"])
+        return BUILDERS[name](**member["options"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} is damaged: its {name} cannot be built ({error}).") from error
 

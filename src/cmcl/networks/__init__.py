@@ -1,6 +1,7 @@
 """The paper's five networks, cut where their members share features.
 
-Each is a function of keyword options that returns a `SplitNetwork`, with the weights drawn anew.
+Each is a function of keyword options that returns a `SplitNetwork`, with the weights drawn anew. `plain`, the
+default of `CMCLClassifier`, is not one of them.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from .base import SplitNetwork
 from .cnn import cnn
 from .fcn import fcn
 from .googlenet import googlenet18
+from .plain import Plain, plain
 from .resnet import resnet20
 from .table import describe
 from .vggnet import vggnet17
@@ -20,5 +22,19 @@ NETWORKS: dict[str, Callable[..., SplitNetwork]] = {
     "resnet20": resnet20,
     "fcn": fcn,
 }
+# What a saved ensemble may name.
+BUILDERS: dict[str, Callable[..., SplitNetwork | Plain]] = {**NETWORKS, "plain": plain}
 
-__all__ = ["NETWORKS", "SplitNetwork", "cnn", "describe", "fcn", "googlenet18", "resnet20", "vggnet17"]
+__all__ = [
+    "BUILDERS",
+    "NETWORKS",
+    "Plain",
+    "SplitNetwork",
+    "cnn",
+    "describe",
+    "fcn",
+    "googlenet18",
+    "plain",
+    "resnet20",
+    "vggnet17",
+]
