@@ -143,6 +143,45 @@ def test_a_head_that_cannot_be_drawn():
         from_pretrained(nn.Sequential(nn.Linear(4, 3), Scale()), head="1")
 
 
+class Language(nn.Module):
+    """The head is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.out.weight = self.emb.weight
+
+    def forward(self, x):
+        return self.out(self.emb(x).mean(1))
+
+
+class TestTiedHeads:
+    def test_would_draw_the_other_part_too(self):
+        with pytest.raises(
+            ValueError, match="must not be tied .* Got 'out.weight', which is also 'emb.weight'"
+        ):
+            from_pretrained(Language(), 2, head="out")
+
+    def test_with_a_weight_of_its_own(self):
+        net = Language()
+        net.out = nn.Linear(4, 3)
+        ensemble = from_pretrained(net, 2, head="out")
+        assert all(member.emb.weight.equal(net.emb.weight) for member in ensemble.members)
+
+    @pytest.mark.parametrize("head", [["emb", "out"], ["out", "emb"]])
+    def test_both_parts_are_the_head(self, head):
+        a, b = from_pretrained(Language(), 2, head=head).members
+        assert a.emb.weight is a.out.weight
+        assert not a.emb.weight.equal(b.emb.weight)
+
+    def test_one_head_of_two_names(self):
+        net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        net.classifier = net[2]
+        a, b = from_pretrained(net, 2, head="2").members
+        assert a[2] is a.classifier
+        assert not a[2].weight.equal(b[2].weight)
+
+
 @pytest.fixture(params=[False, True], ids=["learning", "frozen"])
 def freeze(request):
     return request.param

@@ -48,6 +48,9 @@ def from_pretrained(
     if noise < 0:
         raise ValueError(f"noise must be 0 or more. Got {noise}.")
     checks.positive("members", members)
+    for name in _names(head):
+        _check_head(network, name)
+    _check_heads_untied(network, _names(head))
     copies = [copy.deepcopy(network) for _ in range(members)]
     common = [] if stem is None else held_once(network, join_stems(copies, stem))
     _check_outside(common, _names(head), stem)
@@ -203,27 +206,48 @@ def _names(head: str | Sequence[str]) -> Sequence[str]:
     return [head] if isinstance(head, str) else head
 
 
-def _redraw(module: nn.Module, name: str) -> list[nn.Parameter]:
-    """Draw the weights of a submodule anew; returns them."""
-    known = dict(module.named_modules())
+def _check_head(network: nn.Module, name: str) -> None:
+    """A head must be there, and its weights such that each member can draw its own."""
+    known = dict(network.named_modules())
     if not name or name not in known:
-        last = ", ".join(repr(key) for key, _ in list(module.named_children())[-3:])
+        last = ", ".join(repr(key) for key, _ in list(network.named_children())[-3:])
         raise ValueError(
-            f"head must name a submodule of {type(module).__name__}. Got {name!r}; last are {last}."
+            f"head must name a submodule of {type(network).__name__}. Got {name!r}; last are {last}."
         )
     for part in known[name].modules():
-        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if reset is not None:
-            reset()
-        elif any(True for _ in part.parameters(recurse=False)):
+        if _reset(part) is None and any(True for _ in part.parameters(recurse=False)):
             raise ValueError(
                 f"head must be layers that can draw their weights anew, by reset_parameters(). "
                 f"Got {type(part).__name__}; give it that method."
             )
-    weights = list(known[name].parameters())
-    if not weights:
+    if not any(True for _ in known[name].parameters()):
         raise ValueError(f"head must have weights to draw anew. Got {name!r}, which has none.")
-    return weights
+
+
+def _check_heads_untied(network: nn.Module, heads: Sequence[str]) -> None:
+    """Drawing a tied weight anew would draw it in the other part too; one module of two names is no tie."""
+    drawn = {part for name in heads for part in network.get_submodule(name).modules()}
+    own = {p: f"{name}.{key}" for name in heads for key, p in network.get_submodule(name).named_parameters()}
+    for name, part in network.named_modules():
+        for key, p in part.named_parameters(name, recurse=False):
+            if part not in drawn and p in own:
+                raise ValueError(
+                    f"head must not be tied to what stays as it is pretrained. Got {own[p]!r}, which is also "
+                    f"{key!r}; give the head a weight of its own, or name both parts as head."
+                )
+
+
+def _reset(part: nn.Module) -> Any:
+    return getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+
+
+def _redraw(module: nn.Module, name: str) -> list[nn.Parameter]:
+    """Draw the weights of a submodule anew; returns them."""
+    for part in module.get_submodule(name).modules():
+        reset = _reset(part)
+        if reset is not None:
+            reset()
+    return list(module.get_submodule(name).parameters())
 
 
 @torch.no_grad()
