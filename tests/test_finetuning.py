@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import cmcl
 from cmcl import OneStem, from_pretrained
@@ -141,6 +142,36 @@ def test_a_head_that_cannot_be_drawn():
 
     with pytest.raises(ValueError, match=r"by reset_parameters\(\). Got Scale"):
         from_pretrained(nn.Sequential(nn.Linear(4, 3), Scale()), head="1")
+
+
+COMPUTED = {
+    "spectral_norm": nn.utils.spectral_norm,
+    "weight_norm": nn.utils.weight_norm,
+    "prune": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    "newer spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "newer weight_norm": nn.utils.parametrizations.weight_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_head_whose_weight_is_computed(kind, ran):
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), COMPUTED[kind](nn.Linear(4, 3)))
+    if ran:  # then the weight can be copied
+        with torch.no_grad():
+            net(torch.randn(2, 4))
+    words = (
+        "Got ParametrizationList" if "newer" in kind else "Got a Linear whose weight is computed from others"
+    )
+    with pytest.raises(ValueError, match=rf"draw their weights anew, by reset_parameters\(\). {words}"):
+        from_pretrained(net, 2, head="2")
+
+
+def test_a_computed_weight_elsewhere_stays():
+    net = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), nn.ReLU(), nn.Linear(4, 3))
+    ensemble = from_pretrained(net, 2, head="2")
+    assert all(member[0].weight_orig.equal(net[0].weight_orig) for member in ensemble.members)
 
 
 class Language(nn.Module):

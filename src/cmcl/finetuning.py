@@ -220,6 +220,13 @@ def _check_head(network: nn.Module, name: str) -> None:
                 f"head must be layers that can draw their weights anew, by reset_parameters(). "
                 f"Got {type(part).__name__}; give it that method."
             )
+        computed = _computed(part)
+        if computed is not None:
+            raise ValueError(
+                f"head must be layers that can draw their weights anew, by reset_parameters(). Got a "
+                f"{type(part).__name__} whose {computed} is computed from others; use one without "
+                "spectral_norm, weight_norm or prune."
+            )
     if not any(True for _ in known[name].parameters()):
         raise ValueError(f"head must have weights to draw anew. Got {name!r}, which has none.")
 
@@ -235,6 +242,16 @@ def _check_heads_untied(network: nn.Module, heads: Sequence[str]) -> None:
                     f"head must not be tied to what stays as it is pretrained. Got {own[p]!r}, which is also "
                     f"{key!r}; give the head a weight of its own, or name both parts as head."
                 )
+
+
+def _computed(part: nn.Module) -> str | None:
+    """A weight that a hook computes from parameters: what is drawn for it would be forgotten.
+
+    prune and the older spectral_norm keep a parameter `weight_orig`, the older weight_norm `weight_g` and
+    `weight_v`.
+    """
+    names = [key.rpartition("_")[0] for key, _ in part.named_parameters(recurse=False)]
+    return next((name for name in names if isinstance(vars(part).get(name), Tensor)), None)
 
 
 def _reset(part: nn.Module) -> Any:
