@@ -52,7 +52,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
         class_weight: of what specialists learn: {class: weight}, or "balanced".
         warm_start: go on from the weights of the last `fit`.
-        random_state: a seed makes `fit` give the same again.
+        random_state: a seed makes `fit` give the same again, unless others fit in threads of one process.
         device: "auto" takes a GPU if there is one.
         verbose: show progress.
 
