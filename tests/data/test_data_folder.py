@@ -175,6 +175,65 @@ def test_masks_with_palettes(tmp_path, write_image):
     assert load("folder", root=tmp_path, classes=["a", "b"]).targets.tolist() == [[[0, 1]]]
 
 
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "CMYK", "YCbCr"])
+@pytest.mark.parametrize("colour", [(255, 0, 0), (255, 255, 255)])
+def test_masks_of_black_and_one_other_colour(tmp_path, write_image, mode, colour):
+    write_image(tmp_path / "images" / "x.png", size=(1, 2))
+    picture = Image.fromarray(np.array([[colour, (0, 0, 0)]], np.uint8)).convert(mode)
+    (tmp_path / "masks").mkdir()
+    picture.save(tmp_path / "masks" / ("x.png" if mode in {"RGB", "RGBA", "P"} else "x.tiff"))
+    assert load("folder", root=tmp_path).targets.tolist() == [[[1, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        ([(255, 0, 0), (0, 255, 0)], r"black and one other colour. Got .* Draw the background black"),
+        ([(255, 0, 0, 0), (255, 0, 0, 255)], "black and one other colour"),  # which one is meant?
+        ([(0, 0, 0), (255, 0, 0), (0, 255, 0)], "0 and 1, or 0 and 255. Got 76"),
+        ([(0, 0, 0), (2, 2, 2)], "0 and 1, or 0 and 255. Got 2"),  # the number of a class
+    ],
+)
+def test_masks_of_other_colours(tmp_path, write_image, pixels, message):
+    write_image(tmp_path / "images" / "x.png", size=(1, len(pixels)))
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(np.array([pixels], np.uint8)).save(tmp_path / "masks" / "x.png")
+    with pytest.raises(ValueError, match=f"x.png must hold {message}"):
+        load("folder", root=tmp_path)
+
+
+def test_a_palette_without_black(tmp_path, write_image):
+    write_image(tmp_path / "images" / "x.png", size=(1, 2))
+    mask = Image.fromarray(np.array([[0, 1]], np.uint8))
+    mask.putpalette([255, 0, 0, 0, 0, 255])
+    (tmp_path / "masks").mkdir()
+    mask.save(tmp_path / "masks" / "x.png")
+    with pytest.raises(ValueError, match="x.png must hold black and one other colour"):
+        load("folder", root=tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "ending"), [(np.uint16, "png"), (np.int32, "tiff"), (np.float32, "tiff")])
+def test_masks_of_large_numbers(tmp_path, write_image, kind, ending):
+    write_image(tmp_path / "images" / "x.png", size=(1, 3))
+    (tmp_path / "masks").mkdir()
+
+    def read(*values, **options):
+        Image.fromarray(np.array([values], kind)).save(tmp_path / "masks" / f"x.{ending}")
+        return load("folder", root=tmp_path, **options).targets.tolist()
+
+    classes = {"classes": ["a", "b", "c"]}
+    assert read(0, 1, 1) == [[[0, 1, 1]]]
+    assert read(0, 65535, 65535) == [[[0, 1, 1]]]
+    assert read(0, 1, 2, **classes) == [[[0, 1, 2]]]
+    assert read(255, 65535, 2, **classes) == [[[255, 255, 2]]]
+    with pytest.raises(ValueError, match="x.* must hold class numbers 0 to 2. Got 300"):
+        read(0, 1, 300, **classes)
+    with pytest.raises(ValueError, match="x.* must hold 0 and 1, or 0 and 255. Got 300"):
+        read(0, 300, 300)
+    with pytest.raises(ValueError, match="x.* must hold class numbers 0 to 254. Got 300"):
+        read(0, 1, 300, classes=[str(i) for i in range(400)])  # a mask is kept in bytes
+
+
 def test_a_wrong_value_is_seen_before_resizing_loses_it(tmp_path, write_image):
     write_image(tmp_path / "images" / "x.png", size=(9, 9))
     pixels = np.zeros((9, 9), np.uint8)

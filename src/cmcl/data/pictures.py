@@ -178,29 +178,58 @@ def read_image(path: Path, size: Size | None = None, mode: str = "RGB") -> Pixel
 def read_mask(path: Path, size: Size | None = None, *, classes: int | None = None) -> Pixels:
     """(H,W) of class numbers, resized by nearest pixel.
 
-    Without `classes` the mask must hold 0 and one of 1 or 255, or black and another colour: background and
+    Without `classes` the mask must hold 0 and one of 1 or 255, or black and one other colour: background and
     foreground. With it, the values are class numbers, and 255 marks pixels to ignore.
     """
     with _opened(path) as opened:
-        mask = opened if opened.mode in {"L", "P"} else opened.convert("L")
-        values: Pixels = np.array(mask, dtype=np.uint8)
-        if mask.mode == "P" and classes is None and len(np.unique(values)) <= 2:
-            # the numbers of two colours mean nothing: programs number them as they come
-            values = np.array(mask.convert("RGB"), dtype=np.uint8).max(-1).clip(max=1)
+        mask = opened.copy()
+    values = _mask_values(mask, path, by_colour=classes is None)
     _check_values(values, path, classes)
     if classes is None:
-        values = (values != 0).astype(np.uint8)
+        values = values != 0
+    values = values.astype(np.uint8)
     if size is not None:
         values = np.array(Image.fromarray(values).resize(size[::-1], Image.Resampling.NEAREST))
     return values
 
 
-def _check_values(values: Pixels, path: Path, classes: int | None) -> None:
+def _mask_values(mask: Image.Image, path: Path, *, by_colour: bool) -> NDArray[Any]:
+    if mask.mode[0] in "IF":  # Pillow would cut large numbers off
+        values: NDArray[Any] = np.array(mask)
+        return np.where(values == 65535, 255, values)  # white, in 16 bits
+    if by_colour and Image.getmodebase(mask.mode) != "L":
+        lit = _not_black(mask, path)
+        if lit is not None:
+            return lit
+    return np.array(mask if mask.mode in {"L", "P"} else mask.convert("L"))
+
+
+def _not_black(mask: Image.Image, path: Path) -> NDArray[np.bool_] | None:
+    """(H,W), true where a picture of black and one other colour is not black; None if it is no such picture.
+
+    The numbers of a palette mean nothing here: programs number two colours as they come.
+    """
+    colours = mask.convert("RGBA")
+    found = colours.getcolors(2)  # None if there are more
+    if found is None:
+        return None
+    others = [colour for _, colour in found if isinstance(colour, tuple) and any(colour[:3])]
+    if len(others) > 1:
+        message = f"{path} must hold black and one other colour. Got {others[0]} and {others[1]}."
+        raise ValueError(f"{message} Draw the background black.")
+    is_grey = all(len(set(colour[:3])) == 1 for colour in others)
+    if is_grey and mask.mode != "P":  # then it holds numbers, as a grey picture does
+        return None
+    return np.asarray(np.array(colours)[..., :3].any(-1))
+
+
+def _check_values(values: NDArray[Any], path: Path, classes: int | None) -> None:
     """Of the whole mask: resizing can lose the few pixels that are wrong."""
-    allowed = {0, 1, 255} if classes is None else {*range(classes), IGNORE}
+    last = None if classes is None else min(classes, IGNORE) - 1
+    allowed = {0, 1, 255} if last is None else {*range(last + 1), IGNORE}
     wrong = sorted(set(np.unique(values).tolist()) - allowed)
     if wrong:
-        expected = "0 and 1, or 0 and 255" if classes is None else f"class numbers 0 to {classes - 1}"
+        expected = "0 and 1, or 0 and 255" if last is None else f"class numbers 0 to {last}"
         cure = "Name all classes with classes=[...] if these are class numbers"
         raise ValueError(f"{path} must hold {expected}. Got {wrong[0]}. {cure}.")
 
