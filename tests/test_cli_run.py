@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 import cmcl as package
-from cmcl.cli.runs import SETS, data_of, find_ensembles, first_ensemble
+from cmcl.cli.runs import SETS, classes_of, data_of, find_ensembles, first_ensemble, number_as
 from cmcl.cli.train import change, changed_name
 from cmcl.experiments import find
 from cmcl.experiments.recipes import RECIPES, SHAPES
@@ -349,6 +350,98 @@ class TestEvaluate:
         code, _, err = cmcl("evaluate", tmp_path / "run")
         assert code == 2
         assert "recipe.json must be JSON" in err
+
+
+class TestNames:
+    """Classes are paired by name where the ensemble's names are known: of digits, "0" to "9"."""
+
+    KINDS = (3, 7)
+
+    @pytest.fixture
+    def some(self):
+        test = package.data.load("digits", split="test")
+        return test.subset(torch.isin(test.targets, torch.tensor(self.KINDS)))
+
+    @pytest.fixture
+    def pictures(self, tmp_path, some):
+        """A folder of threes and sevens, whose own numbers are 0 and 1."""
+
+        def write(*names):
+            for i, (image, target) in enumerate(some):
+                name = names[self.KINDS.index(int(target))]
+                for split in ("train", "test"):
+                    (tmp_path / "pictures" / split / name).mkdir(parents=True, exist_ok=True)
+                    Image.fromarray(image[0].numpy()).save(
+                        tmp_path / "pictures" / split / name / f"{i:03}.png"
+                    )
+            return ["--data", "folder", "--root", tmp_path / "pictures", "--option", "mode=L"]
+
+        return write
+
+    def test_evaluate(self, cmcl, trained, pictures, some):
+        code, out, _ = cmcl("evaluate", trained, *pictures("3", "7"), "--json", "--device", "cpu")
+        expected = package.evaluate(package.load(trained / "ensemble"), some)
+        assert code == 0
+        for key in ("top1", "oracle"):
+            assert json.loads(out)[key] == pytest.approx(expected[key], abs=1e-4)
+        assert expected["oracle"] < 100, "what blind numbers give"
+
+    def test_reject(self, cmcl, trained, pictures, some):
+        words = ["reject", trained, *pictures("3", "7"), "--json", "--device", "cpu", "--risk", "0.99"]
+        code, out, _ = cmcl(*words)
+        found = json.loads(out)
+        ordered = some.subset(some.targets.argsort(stable=True))  # as a folder is read
+        wrong = package.load(trained / "ensemble").predict(ordered.images).probs.argmax(1) != ordered.targets
+        assert code == 0
+        assert found["tried"] == {
+            "examples": len(some) // 2,
+            "answered": len(some) // 2,
+            "errors": int(wrong[1::2].sum()),
+        }
+
+    @pytest.mark.parametrize("command", ["evaluate", "reject"])
+    def test_a_name_that_it_does_not_know(self, cmcl, trained, pictures, command):
+        code, out, err = cmcl(command, trained, *pictures("3", "seven"), "--device", "cpu")
+        assert (code, out) == (2, "")
+        assert "test must have classes that the ensemble knows by name. Got seven. Valid names: 0, 1," in err
+        assert err.count("\n") == 1
+
+    def test_an_ensemble_without_names(self, cmcl, trained, pictures, tmp_path, some):
+        shutil.copytree(trained / "ensemble", tmp_path / "mine")
+        assert classes_of(tmp_path / "mine") is None
+        code, out, _ = cmcl("evaluate", tmp_path / "mine", *pictures("three", "seven"), "--json")
+        assert code == 0
+        assert json.loads(out)["examples"] == len(some)
+
+    def test_the_names_of_a_run_of_ones_own(self, cmcl, trained, tmp_path, pictures):
+        """They stand in its gallery."""
+        shutil.copytree(trained / "ensemble", tmp_path / "run" / "ensemble")
+        (tmp_path / "run" / "gallery").mkdir()
+        gallery = tmp_path / "run" / "gallery" / "gallery.json"
+        gallery.write_text(json.dumps({"classes": [str(i) for i in range(10)]}))
+        assert classes_of(tmp_path / "run" / "ensemble") is None, "arrays without names"
+        names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+        gallery.write_text(json.dumps({"classes": names}))
+        ours = cmcl("evaluate", tmp_path / "run", *pictures("three", "seven"), "--json")[1]
+        shutil.rmtree(tmp_path / "pictures")
+        digits = cmcl("evaluate", trained, *pictures("3", "7"), "--json")[1]
+        assert json.loads(ours)["top1"] == json.loads(digits)["top1"]
+        picture = next((tmp_path / "pictures").rglob("*.png"))
+        (answer,) = json.loads(cmcl("predict", tmp_path / "run", picture, "--json")[1])
+        assert answer["answer"]["class"] == names[answer["answer"]["index"]]
+
+    def test_pixels_to_ignore_stay(self):
+        class Two:
+            def predict(self, images):
+                return package.prediction.answer(torch.zeros(1, len(images), 2, 1, 3))
+
+        masks = torch.tensor([[[0, 1, 255]]], dtype=torch.uint8)
+        data = package.data.Dataset(torch.zeros(1, 3, 1, 3, dtype=torch.uint8), masks, ("sea", "sky"))
+        found = number_as(Two(), ["sky", "sea"], data)
+        assert found.targets.tolist() == [[[1, 0, 255]]]
+        assert found.targets.dtype == torch.uint8
+        assert found.classes == ("sky", "sea")
+        assert number_as(Two(), ["sky", "sea", "land"], data) is data, "it has two answers: others' names"
 
 
 class TestPredict:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import data_of, find_ensembles, label_of, open_ensemble
+from .runs import classes_of, data_of, find_ensembles, label_of, number_as, open_ensemble
 from .shared import check_device, number, parse_pairs, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
@@ -60,17 +60,18 @@ def evaluate(
         raise ValueError(f"--data must name the set to test on: {run} does not say what it was trained on.")
     device = check_device(device)
     test = load(name, split="test", root=root, **parse_pairs(option or [], "--option"))
-    outside = None if ood is None else load(ood, split="test", root=root)
-    sets = [None if one is None else one[:limit] for one in (test, outside)]
+    outside = None if ood is None else load(ood, split="test", root=root)[:limit]
+    part = test[:limit]
     results = []
     for place in places:
         ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
-        results.append(_measure(ensemble, label_of(place), sets[0], sets[1], batch_size))
+        named = number_as(ensemble, classes_of(place), part)
+        results.append(_measure(ensemble, label_of(place), named, outside, batch_size))
     keys = [key for key in COLUMNS if key in results[0]]
     whole: dict[str, Any] = {
         "run": str(run),
         "data": name,
-        "examples": len(sets[0] or ()),
+        "examples": len(part),
         "ood": ood,
         **{key: round(fmean(result[key] for result in results), 6) for key in keys},
         "ensembles": [
@@ -82,18 +83,17 @@ def evaluate(
         return
     rows = [[label_of(p), *(number(r[key]) for key in keys)] for p, r in zip(places, results, strict=True)]
     rows += [["mean", *(number(whole[key]) for key in keys)]] if len(rows) > 1 else []
-    part = "" if limit is None or limit >= len(test) else f" (of {len(test):,})"
-    title = f"{name}: {whole['examples']:,}{part} test images" + (f", unseen: {ood}" if ood else "")
+    of_all = f" (of {len(test):,})" if len(part) < len(test) else ""
+    title = f"{name}: {len(part):,}{of_all} test images" + (f", unseen: {ood}" if ood else "")
     print_table(("ensemble", *(COLUMNS[key] for key in keys)), rows, title=title)
 
 
 def _measure(
-    ensemble: "Ensemble", label: str, test: "Dataset | None", outside: "Dataset | None", batch: int
+    ensemble: "Ensemble", label: str, test: "Dataset", outside: "Dataset | None", batch: int
 ) -> dict[str, float]:
     from .. import metrics
     from ..data.dataset import IGNORE
 
-    assert test is not None
     probs = _probs(ensemble, test, batch, label)
     unseen = None if outside is None else _probs(ensemble, outside, batch, f"{label}, unseen")
     dense = test.targets.ndim > 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import SETS, data_of, first_ensemble, open_ensemble
+from .runs import SETS, classes_of, data_of, first_ensemble, open_ensemble
 from .shared import check_device, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
@@ -39,15 +39,13 @@ def predict(
         if not path.is_file():
             raise FileNotFoundError(f"{path} must be an image file. Got no such file.")
     place = first_ensemble(run)
-    name = data_of(place)
     ensemble = open_ensemble(place, root=root, device=check_device(device), network=network, output=output)
-    shape, classes = _expected(ensemble, name)
-    pixels = _read(images, shape, resize, dense=_is_dense(ensemble))
+    pixels = _read(images, _shape(ensemble, data_of(place)), resize, dense=_is_dense(ensemble))
     height, width = pixels.shape[2:]
     with users_shapes(f"images must have the size that {run} was trained on. Got {height} x {width};"):
         found = ensemble.predict(pixels, batch_size=250)
-    if len(classes) != found.probs.shape[1]:  # a network of the user's own does not say how many it knows
-        classes = [str(i) for i in range(found.probs.shape[1])]
+    names, count = classes_of(place) or [], found.probs.shape[1]
+    classes = names if len(names) == count else [str(i) for i in range(count)]
     answers = [_answer(*one) for one in _each(images, found, classes)]
     if as_json:
         print_json(answers)
@@ -55,14 +53,12 @@ def predict(
     _print(answers)
 
 
-def _expected(ensemble: "Ensemble", data: str | None) -> tuple[tuple[int, int | None, int | None], list[str]]:
-    """Channels and size of an image, as far as they are known, and the names of the classes."""
-    options: dict[str, Any] = getattr(ensemble.members[0], "options", {})
-    classes = [str(i) for i in range(options.get("classes", 0))]
+def _shape(ensemble: "Ensemble", data: str | None) -> tuple[int, int | None, int | None]:
+    """Channels and size of an image, as far as they are known."""
     if data in SETS:
-        shape, names = SETS[data]
-        return shape, names if len(classes) in {0, len(names)} else classes
-    return (options.get("channels") or _channels(ensemble), options.get("size"), options.get("size")), classes
+        return SETS[data][0]
+    options: dict[str, Any] = getattr(ensemble.members[0], "options", {})
+    return options.get("channels") or _channels(ensemble), options.get("size"), options.get("size")
 
 
 def _channels(ensemble: "Ensemble") -> int:

@@ -1,12 +1,14 @@
 """Run folders and saved ensembles: what is in a folder that the user names."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .shared import import_function, note
+from .shared import import_function, note, users_shapes
 
 if TYPE_CHECKING:
+    from ..data.dataset import Dataset
     from ..ensemble import Ensemble
 
 Shape = tuple[int, int, int]  # (C, H, W)
@@ -83,6 +85,42 @@ def data_of(ensemble: Path) -> str | None:
     transform = _read(ensemble / "config.json").get("transform") or {}
     recipe = (transform.get("source") or {}).get("recipe") or {}
     return _text(recipe.get("name"))
+
+
+def classes_of(ensemble: Path) -> list[str] | None:
+    """The names of the classes that it answers, as far as its folders tell."""
+    data = data_of(ensemble)
+    if data in SETS:
+        return SETS[data][1]
+    gallery = ensemble.absolute().parent / "gallery" / "gallery.json"
+    names = _read(gallery).get("classes") if gallery.is_file() else None
+    if not isinstance(names, list) or names == [str(i) for i in range(len(names))]:
+        return None  # arrays without names have the numbers themselves for names
+    return [str(name) for name in names]
+
+
+def number_as(ensemble: "Ensemble", names: list[str] | None, data: "Dataset") -> "Dataset":
+    """The same images; classes are numbered as the ensemble numbers those of the same `names`, if known."""
+    import torch
+
+    from ..data.files import nearest
+
+    if names is None or names == list(data.classes) or _count_answers(ensemble, data) != len(names):
+        return data
+    if unknown := [name for name in data.classes if name not in names]:
+        got = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        message = f"{data.source} must have classes that the ensemble knows by name. Got {got}."
+        raise ValueError(f"{message} {nearest(unknown[0], names)}")
+    numbers = torch.arange(max(256, len(data.classes)))  # what is no class, a pixel to ignore, stays
+    numbers[: len(data.classes)] = torch.tensor([names.index(name) for name in data.classes])
+    targets = numbers[data.targets.long()].to(data.targets.dtype)
+    return replace(data, targets=targets, classes=tuple(names))
+
+
+def _count_answers(ensemble: "Ensemble", data: "Dataset") -> int:
+    """Of one image: a network of the user's own does not say how many classes it knows."""
+    with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {data.source};"):
+        return ensemble.predict(data.images[:1]).probs.shape[1]
 
 
 def label_of(ensemble: Path) -> str:
