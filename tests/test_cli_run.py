@@ -10,13 +10,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.io import savemat
 
 import cmcl as package
-from cmcl.cli.runs import SETS, classes_of, data_of, find_ensembles, first_ensemble, number_as
+from cmcl.cli.runs import SETS, classes_of, data_of, find_ensembles, first_ensemble, number_as, seek
 from cmcl.cli.train import change, changed_name
+from cmcl.data.preprocess import MeanStd
 from cmcl.experiments import find
 from cmcl.experiments.recipes import RECIPES, SHAPES
 from cmcl.experiments.records import Record
@@ -323,6 +326,27 @@ class TestEvaluate:
         assert found["auroc"] == pytest.approx(0.5), "and so no way to tell them apart"
         assert "entropy, unseen" in cmcl("evaluate", trained, "--ood", "digits", "--limit", 5)[1]
 
+    def test_a_folder_that_it_has_never_seen(self, cmcl, trained, tmp_path):
+        (tmp_path / "odd" / "noise").mkdir(parents=True)
+        for i in range(3):
+            Image.effect_noise((20, 20), 90).save(tmp_path / "odd" / "noise" / f"{i}.png")
+        own = ["--ood-root", tmp_path / "odd", "--ood-option", "size=8", "--ood-option", "mode=L"]
+        words = ["evaluate", trained, "--limit", "5", "--device", "cpu"]
+        code, out, _ = cmcl(*words, "--ood", "folder", *own, "--json")
+        whole = json.loads(out)
+        assert code == 0
+        (tmp_path / "odd" / "train").mkdir()
+        for split in ("train", "test"):
+            shutil.copytree(tmp_path / "odd" / "noise", tmp_path / "odd" / split / "noise")
+        shutil.rmtree(tmp_path / "odd" / "noise")
+        assert json.loads(cmcl(*words, "--ood", "folder", *own, "--json")[1]) == whole
+        code, _, err = cmcl(*words, "--ood", "folder", "--root", tmp_path)
+        assert code == 2
+        assert "--ood-root must name the folder of --ood folder" in err
+        code, _, err = cmcl(*words, *own)
+        assert code == 2
+        assert "--ood must name the set of --ood-root" in err
+
     def test_a_table(self, cmcl, trained):
         code, out, _ = cmcl("evaluate", trained, "--limit", 10)
         assert code == 0
@@ -527,6 +551,68 @@ class TestReport:
         shutil.copytree(trained, tmp_path / "runs" / trained.name)
         assert cmcl("report", "--format", "md", "-o", "mine.md")[1] == "mine.md\n"
         assert (tmp_path / "mine.md").exists()
+
+
+class TestSeek:
+    """Under --root, or else in the default place."""
+
+    @pytest.fixture
+    def read(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("CMCL_DATA", str(tmp_path / "default"))
+
+        def read(folder):
+            if not (folder / "set").exists():
+                raise FileNotFoundError(f"{folder}/set must exist.")
+            return folder.name
+
+        return read
+
+    def test_where_it_is(self, read, tmp_path):
+        own, default = tmp_path / "own", tmp_path / "default"
+        (default / "set").mkdir(parents=True)
+        assert seek(read, None, "it") == "default"
+        assert seek(read, own, "it") == "default"
+        (own / "set").mkdir(parents=True)
+        assert seek(read, own, "it") == "own"
+
+    def test_nowhere(self, read, tmp_path):
+        own, default = tmp_path / "own", tmp_path / "default"
+        for root in (None, default):
+            with pytest.raises(FileNotFoundError) as caught:
+                seek(read, root, "it")
+            assert str(caught.value) == f"{default}/set must exist."
+        with pytest.raises(FileNotFoundError) as caught:
+            seek(read, own, "it")
+        expected = f"it must be in {own} or {default}. Got neither: {default}/set must exist."
+        assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("command", ["evaluate", "reject"])
+def test_root_need_not_hold_the_set_of_the_preprocessing(cmcl, tmp_path, monkeypatch, command):
+    (tmp_path / "sets" / "svhn").mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 4), dtype=np.uint8)
+    savemat(
+        tmp_path / "sets" / "svhn" / "train_32x32.mat", {"X": pixels, "y": np.array([[1], [2], [3], [10]])}
+    )
+    for place in ("train/3", "train/7", "test/3", "test/7"):
+        (tmp_path / "pictures" / place).mkdir(parents=True)
+        for i in range(4):
+            Image.effect_noise((32, 32), 90).save(tmp_path / "pictures" / place / f"{i}.png")
+    network = package.networks.cnn
+    ensemble = package.Ensemble(lambda: network(filters=(2, 2), kernel=3, padding=1, hidden=None), 2)
+    ensemble.transform = MeanStd().fit(package.data.load("svhn", root=tmp_path / "sets"))
+    monkeypatch.setattr("cmcl.saving.SMALL", 0)  # as if it were whitening
+    ensemble.save(tmp_path / "saved")
+    own = ["--data", "folder", "--root", tmp_path / "pictures"]
+    monkeypatch.setenv("CMCL_DATA", str(tmp_path / "sets"))
+    assert cmcl(command, tmp_path / "saved", *own, "--device", "cpu")[0] == 0
+    monkeypatch.setenv("CMCL_DATA", str(tmp_path / "nowhere"))
+    code, _, err = cmcl(command, tmp_path / "saved", *own, "--device", "cpu")
+    assert code == 2
+    places = f"{tmp_path / 'pictures'} or {tmp_path / 'nowhere'}"
+    assert f"svhn, on which the ensemble's preprocessing is fitted again, must be in {places}. Got" in err
+    assert "cmcl data fetch svhn" in err
+    assert err.count("\n") == 1
 
 
 def test_of_several_ensembles_the_first_is_taken_and_named(tmp_path, capsys):

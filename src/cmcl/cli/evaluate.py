@@ -4,13 +4,14 @@ M members, N images, C classes.
 """
 
 import sys
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import classes_of, data_of, find_ensembles, label_of, number_as, open_ensemble
+from .runs import classes_of, data_of, find_ensembles, label_of, number_as, open_ensemble, seek
 from .shared import check_device, number, parse_pairs, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ def evaluate(
     ood: Annotated[
         str | None, typer.Option(metavar="SET", help="A set of another kind, such as svhn.")
     ] = None,
+    ood_root: Annotated[
+        Path | None, typer.Option(help="Folder that holds --ood, if it is not --root.")
+    ] = None,
+    ood_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of --ood, such as size=[32,32].")
+    ] = None,
     data: Data = None,
     option: DataOption = None,
     limit: Annotated[
@@ -54,13 +61,15 @@ def evaluate(
     """
     from ..data import load
 
+    if ood is None and (ood_root or ood_option):
+        raise ValueError("--ood must name the set of --ood-root and --ood-option. Got none.")
     places = find_ensembles(run)
     name = data or data_of(places[0])
     if name is None:
         raise ValueError(f"--data must name the set to test on: {run} does not say what it was trained on.")
     device = check_device(device)
     test = load(name, split="test", root=root, **parse_pairs(option or [], "--option"))
-    outside = None if ood is None else load(ood, split="test", root=root)[:limit]
+    outside = None if ood is None else _load_outside(ood, ood_root, root, ood_option or [])[:limit]
     part = test[:limit]
     results = []
     for place in places:
@@ -86,6 +95,19 @@ def evaluate(
     of_all = f" (of {len(test):,})" if len(part) < len(test) else ""
     title = f"{name}: {len(part):,}{of_all} test images" + (f", unseen: {ood}" if ood else "")
     print_table(("ensemble", *(COLUMNS[key] for key in keys)), rows, title=title)
+
+
+def _load_outside(name: str, own_root: Path | None, root: Path | None, options: list[str]) -> "Dataset":
+    from ..data import load
+
+    values = parse_pairs(options, "--ood-option")
+    if own_root is None and name == "folder":
+        raise ValueError("--ood-root must name the folder of --ood folder, apart from --root. Got none.")
+    if own_root is None:
+        return seek(lambda folder: load(name, split="test", root=folder, **values), root, f"--ood {name}")
+    # its classes do not matter, and so it need not be split
+    split = "train" if name == "folder" and not (own_root / "test").is_dir() else "test"
+    return load(name, split=split, root=own_root, **values)
 
 
 def _measure(

@@ -1,9 +1,10 @@
 """Run folders and saved ensembles: what is in a folder that the user names."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .shared import import_function, note, users_shapes
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from ..ensemble import Ensemble
 
 Shape = tuple[int, int, int]  # (C, H, W)
+Found = TypeVar("Found")
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 DIGITS = [str(digit) for digit in range(10)]
@@ -63,16 +65,37 @@ def open_ensemble(
     output: str | None = None,
 ) -> "Ensemble":
     """A saved ensemble; `network` and `output` are the user's MODULE:FUNCTION, where it needs them."""
-    from ..data.files import data_root
-    from ..saving import load
+    from ..data.preprocess import refit
+    from ..saving import Missing, load
 
-    return load(
+    ensemble = load(
         place,
         network=None if network is None else import_function(network, "--network must be"),
         output=None if output is None else import_function(output, "--output must be", "picks the logits"),
         device=device,
-        root=data_root(root),
     )
+    if isinstance(ensemble.transform, Missing):
+        config = ensemble.transform.config
+        what = f"{_fitted_on(config)}, on which the ensemble's preprocessing is fitted again,"
+        ensemble.transform = seek(lambda folder: refit(config, folder), root, what)
+    return ensemble
+
+
+def seek(read: Callable[[Path], Found], root: Path | None, what: str) -> Found:
+    """What `read` finds under --root or, since that may hold the user's own images, in the default place."""
+    from ..data.files import data_root
+
+    default = data_root()
+    if root is None or root == default:
+        return read(default)
+    try:
+        return read(root)
+    except FileNotFoundError:
+        pass
+    try:
+        return read(default)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{what} must be in {root} or {default}. Got neither: {error}") from None
 
 
 def data_of(ensemble: Path) -> str | None:
@@ -82,7 +105,10 @@ def data_of(ensemble: Path) -> str | None:
             return _text(_read(folder / "recipe.json").get("data"))
         if (folder / "record.json").is_file():
             return _text(_read(folder / "record.json").get("recipe", {}).get("data"))
-    transform = _read(ensemble / "config.json").get("transform") or {}
+    return _fitted_on(_read(ensemble / "config.json").get("transform") or {})
+
+
+def _fitted_on(transform: dict[str, Any]) -> str | None:
     recipe = (transform.get("source") or {}).get("recipe") or {}
     return _text(recipe.get("name"))
 
@@ -108,7 +134,7 @@ def number_as(ensemble: "Ensemble", names: list[str] | None, data: "Dataset") ->
     if names is None or names == list(data.classes) or _count_answers(ensemble, data) != len(names):
         return data
     if unknown := [name for name in data.classes if name not in names]:
-        got = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        got = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         message = f"{data.source} must have classes that the ensemble knows by name. Got {got}."
         raise ValueError(f"{message} {nearest(unknown[0], names)}")
     numbers = torch.arange(max(256, len(data.classes)))  # what is no class, a pixel to ignore, stays
