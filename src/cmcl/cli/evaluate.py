@@ -114,12 +114,14 @@ def _measure(
     ensemble: "Ensemble", label: str, test: "Dataset", outside: "Dataset | None", batch: int
 ) -> dict[str, float]:
     from .. import metrics
-    from ..data.dataset import IGNORE
+    from ..data.dataset import ignored
 
     probs = _probs(ensemble, test, batch, label)
     unseen = None if outside is None else _probs(ensemble, outside, batch, f"{label}, unseen")
     dense = test.targets.ndim > 1
-    found = metrics.summary(probs, test.targets, outside=unseen, ignore_index=IGNORE if dense else None)
+    found = metrics.summary(
+        probs, test.targets, outside=unseen, ignore_index=ignored(test.targets, probs.shape[2])
+    )
     values = {
         "top1": 100 * found["picked_error" if dense else "top1_error"],
         "oracle": 100 * found["oracle_error"],
