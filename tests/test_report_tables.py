@@ -9,7 +9,7 @@ import pytest
 from cmcl.experiments import CELLS, claims, noise
 from cmcl.experiments.claims import judge
 from cmcl.experiments.evidence import Evidence
-from cmcl.experiments.noise import within_noise
+from cmcl.experiments.noise import noise_known, within_noise
 from cmcl.experiments.records import load_records
 from cmcl.report import documents, story, tables
 from cmcl.report.comparing import of_runs
@@ -93,6 +93,11 @@ def test_noise_by_hand():
     assert within_noise(found(8.0, 2.0, 4), found(10.0, 2.0, 4), 10_000)
     assert within_noise(found(8.0, 2.0, 4), found(10.8, 2.0, 4), None)
     assert not within_noise(found(8.0, 2.0, 4), found(10.9, 2.0, 4), None)
+    # pixels that err together, and a single run on one side: nothing tells how large the noise is
+    for other in (found(9.139), found(60.0), found(60.0, 0.1, 5)):
+        assert within_noise(found(9.14), other, None)
+        assert not noise_known(found(9.14), other, None)
+    assert noise_known(found(9.14), found(60.0), 359)
 
 
 def test_the_title_claims_no_more_than_was_measured():
@@ -218,6 +223,34 @@ def test_small_differences_are_called_noise():
     clear = demo(20.0, 3.0, 12.0)
     assert "on 12.00 %: 75.0 % fewer errors (one run each). A single network errs on 20.00 %." in clear
     assert "on 3.00 %: 300.0 % more errors (one run each)." in demo(20.0, 12.0, 3.0)
+
+
+def test_one_run_of_a_segmentation_tells_nothing():
+    def told(seeds_of_ie, cmcl, ie):
+        runs = [made_record("shapes-cmcl", top1=cmcl, classes=2)]
+        runs += [made_record("shapes-ie", s, top1=ie + s / 10, classes=2) for s in range(seeds_of_ie)]
+        return of_runs([*runs, made_record("shapes-mcl", top1=8.0, classes=2)])[:2]
+
+    assert told(1, 5.63, 6.34) == [
+        "On shapes, CMCL errs on 5.63 % of the pixels, an independent ensemble (IE) on 6.34 %: a difference "
+        "that may be chance; with one run each of a segmentation nobody can tell.",
+        "Multiple choice learning (MCL) errs on 8.00 % (noise not known).",
+    ]
+    assert "with one run of one of the two of a segmentation" in told(2, 5.63, 6.34)[0]
+    both = [
+        made_record(f"shapes-{m}", s, top1=e, classes=2) for m, e in (("ie", 6), ("cmcl", 5)) for s in (0, 1)
+    ]
+    assert of_runs(both)[0].endswith(": 16.7 % fewer errors.")
+
+
+def test_what_cannot_be_told_is_counted():
+    runs = [
+        made_record(f"{d}-resnet20-{m}", top1=e)
+        for d in ("cifar10", "svhn")
+        for m, e in (("ie", 9.0), ("cmcl", 9.1))
+    ]
+    told = story.how_far(runs, judge(runs))
+    assert "1 held up, 0 did not, 1 cannot be told from the runs there are, 6 are not yet measured" in told
 
 
 def test_only_like_runs_are_compared():

@@ -1,7 +1,7 @@
-"""The paper's claims, each judged by records: it holds, it does not, or it is not yet measured.
+"""The paper's claims, each judged by records: it holds, it does not, or nobody can tell yet.
 
 A claim has parts, and holds if all of them do. What a part needs to hold is written in its text; amounts come
-from the claim as printed. M members, K overlap.
+from the claim as printed. What chance may have done decides nothing. M members, K overlap.
 """
 
 import re
@@ -16,6 +16,7 @@ from .specialists import median_entropy, pooled, specialisation
 
 HOLDS, FAILS, UNMEASURED = "holds", "does not hold", "not yet measured"
 NEARLY = "holds, within the noise"
+UNDECIDED = "cannot be told"  # it goes the other way, and that may be chance
 LEFT_OUT = "left out"  # of a part alone
 
 ENOUGH = 0.5  # of a printed reduction: the sign alone would call noise a success
@@ -44,7 +45,9 @@ class Part:
             return LEFT_OUT
         if self.holds is None:
             return UNMEASURED
-        return (NEARLY if self.noise else HOLDS) if self.holds else FAILS
+        if self.holds:
+            return NEARLY if self.noise else HOLDS
+        return UNDECIDED if self.noise else FAILS
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Verdict:
     def status(self) -> str:
         """Fails with any part that fails, holds when all do."""
         found = [part.status for part in self.parts]
-        return next((status for status in (FAILS, UNMEASURED, NEARLY) if status in found), HOLDS)
+        weakest = (FAILS, UNMEASURED, UNDECIDED, NEARLY)
+        return next((status for status in weakest if status in found), HOLDS)
 
     @property
     def counted(self) -> int:
@@ -95,9 +99,10 @@ def _lower(
     mine, other = found.error(cell, key), found.error(rival, key)
     if mine is None or other is None:
         return Part(text)
-    share, noise = _gain(other, mine), found.is_noise(cell, rival, key)
+    share, chance = _gain(other, mine), found.chance(cell, rival, key)
     beside = "" if printed is None else f"; paper: {printed:.2f} % lower"
-    return Part(text, share >= least and share > 0, _change(other, mine, noise) + beside, noise)
+    holds = share >= least and share > 0
+    return Part(text, holds, _change(other, mine, chance) + beside, noise=bool(chance))
 
 
 def _flat(found: Evidence, what: str, few: str, many: str, *, flat: bool = True) -> Part:
@@ -106,9 +111,10 @@ def _flat(found: Evidence, what: str, few: str, many: str, *, flat: bool = True)
     before, after = found.error(few), found.error(many)
     if before is None or after is None:
         return Part(text)
-    gain, noise = _gain(before, after), found.is_noise(few, many)
+    gain, chance = _gain(before, after), found.chance(few, many)
     holds = abs(gain) < FLAT if flat else gain >= FLAT
-    return Part(text, holds, _change(before, after, noise), noise and not flat)
+    noise = bool(chance) and not (flat and holds)  # to differ by no more is what "flat" claims
+    return Part(text, holds, _change(before, after, chance), noise)
 
 
 def _mean(text: str, values: list[float], bound: float, *, below: bool, form: str) -> Part:
@@ -124,13 +130,13 @@ def _gain(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
     return 100 * (before["mean"] - after["mean"]) / before["mean"] if before["mean"] else 0.0
 
 
-def _change(before: Mapping[str, Any], after: Mapping[str, Any], noise: bool) -> str:
+def _change(before: Mapping[str, Any], after: Mapping[str, Any], chance: str) -> str:
     """In words."""
     gain = _gain(before, after)
     word = "lower" if gain >= 0 else "higher"
     text = f"{after['mean']:.2f} against {before['mean']:.2f} %: {abs(gain):.1f} % {word}"
     single = before["n"] == after["n"] == 1
-    return f"{text}{', within the noise' if noise else ''}{' (single runs)' if single else ''}"
+    return f"{text}{chance and f', {chance}'}{' (single runs)' if single else ''}"
 
 
 def _abstract(found: Evidence, printed: list[float]) -> Iterator[Part]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
-from .noise import independent, within_noise
+from .noise import independent, noise_known, within_noise
 from .paper import CELLS
 from .records import Record, summarise
 
@@ -36,13 +36,16 @@ class Evidence:
         files = {record.file_name: record for record in self.records}
         return [files[name] for name in self.cells[cell]["records"]]
 
-    def is_noise(self, cell: str, rival: str, key: str = "top1") -> bool:
-        """Whether the errors of two cells, both measured, differ by no more than chance may."""
+    def chance(self, cell: str, rival: str, key: str = "top1") -> str:
+        """Why the difference of two cells, both measured, may be chance; empty if it is more."""
         mine, other = self.error(cell, key), self.error(rival, key)
         if mine is None or other is None:
             raise ValueError(f"both must be measured. Got {cell} and {rival}.")
-        examples = [independent(record) for id in (cell, rival) for record in self.standing(id)]
-        return within_noise(mine, other, min((n for n in examples if n), default=None))
+        counts = [independent(record) for id in (cell, rival) for record in self.standing(id)]
+        examples = min((n for n in counts if n), default=None)
+        if not within_noise(mine, other, examples):
+            return ""
+        return "within the noise" if noise_known(mine, other, examples) else "noise not known"
 
     def in_figure(self, figure: str) -> list[Record]:
         """The records of a figure's panel, such as "fig1a"."""

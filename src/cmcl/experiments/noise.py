@@ -10,7 +10,9 @@ TIMES = 2  # standard errors, or test images, that a difference must exceed
 
 
 def within_noise(mine: Mapping[str, Any], other: Mapping[str, Any], examples: int | None) -> bool:
-    """Whether a difference of two mean errors is within twice its standard error, or two test images.
+    """Whether a difference of two mean errors may be chance: noise that nobody knows may be any.
+
+    Known noise is twice the standard error of the difference, or two test images.
 
     Args:
         mine: {"mean", "std", "n"}, in percent; std is None for one run.
@@ -18,6 +20,8 @@ def within_noise(mine: Mapping[str, Any], other: Mapping[str, Any], examples: in
         examples: in the test set; they add the variance of a proportion, p (1 - p) / examples. None: not
             known, as for pixels, which are alike within an image.
     """
+    if not noise_known(mine, other, examples):
+        return True
     variance, one = 0.0, 100 / examples if examples else 0.0
     for found in (mine, other):
         share = found["mean"] / 100
@@ -25,6 +29,11 @@ def within_noise(mine: Mapping[str, Any], other: Mapping[str, Any], examples: in
     # rounded: records hold six digits, and two images apart must count as two
     difference = float(f"{abs(mine['mean'] - other['mean']):.6g}")
     return difference <= float(f"{TIMES * max(sqrt(variance), one):.6g}")
+
+
+def noise_known(mine: Mapping[str, Any], other: Mapping[str, Any], examples: int | None) -> bool:
+    """Whether there is anything to estimate it from: examples to count, or two runs of either side."""
+    return examples is not None or (mine["std"] is not None and other["std"] is not None)
 
 
 def independent(record: Record) -> int | None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..experiments.noise import independent, is_dense, spread_of, within_noise
+from ..experiments.noise import independent, is_dense, noise_known, spread_of, within_noise
 from ..experiments.records import Record
 from .story import modest
 from .words import LONG, METHODS, NETWORKS, data_name, method_of, spread
@@ -116,6 +116,9 @@ def _told(cmcl: Sequence[Record], ie: Sequence[Record]) -> str:
     """What the difference is worth."""
     mine, other, examples = spread_of(cmcl), spread_of(ie), cmcl[0].test_examples
     one = "one run each" if mine["n"] == other["n"] == 1 else ""
+    if not noise_known(mine, other, independent(cmcl[0])):
+        runs = one or "one run of one of the two"
+        return f"a difference that may be chance; with {runs} of a segmentation nobody can tell"
     if within_noise(mine, other, independent(cmcl[0])):
         noise = f"a difference within the noise of {examples:,} test {_noun(cmcl[0])}s"
         return noise + (f" and {one}" if one else "")
@@ -127,8 +130,10 @@ def _told(cmcl: Sequence[Record], ie: Sequence[Record]) -> str:
 def _near(method: str, found: dict[str, list[Record]]) -> str:
     if "cmcl" not in found:
         return ""
-    mine, other = spread_of(found[method]), spread_of(found["cmcl"])
-    noise = within_noise(mine, other, independent(found["cmcl"][0]))
+    pair = spread_of(found[method]), spread_of(found["cmcl"]), independent(found["cmcl"][0])
+    if not noise_known(*pair):
+        return " (noise not known)"
+    noise = within_noise(*pair)
     return f" (within the noise of {METHODS['cmcl']}'s)" if noise else ""
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..experiments.claims import FAILS, HOLDS, NEARLY, Verdict
+from ..experiments.claims import FAILS, HOLDS, NEARLY, UNDECIDED, Verdict
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import TARGETS
 from ..experiments.records import Record
@@ -35,8 +35,10 @@ def of_the_paper(records: Records) -> str:
         cells = [f"table3/{data}-resnet20-{method}" for method in ("cmcl", "ie")]
         mine, other = (found.error(cell) for cell in cells)
         if mine and other:
-            noise = ", within the noise" if found.is_noise(*cells) else ""
-            beside = f"({_numbers(mine, other)}{noise}; paper: {_printed(data):.2f} % fewer)"
+            chance = found.chance(*cells)
+            beside = (
+                f"({_numbers(mine, other)}{chance and f', {chance}'}; paper: {_printed(data):.2f} % fewer)"
+            )
             change = _change(mine["mean"], other["mean"])
             parts.append(f"{change}{'' if parts else ' errors'} on {DATA[data]} {beside}")
     if not parts:
@@ -67,13 +69,15 @@ def _change(mine: float, other: float) -> str:
 def how_far(records: Records, verdicts: Sequence[Verdict]) -> str:
     """How much of the paper is measured."""
     measured, printed = _measured(Evidence.of(records))
-    held, near, failed = (sum(v.status == status for v in verdicts) for status in (HOLDS, NEARLY, FAILS))
-    rest = len(verdicts) - held - near - failed
+    statuses = [verdict.status for verdict in verdicts]
+    held, near, failed, open_ = map(statuses.count, (HOLDS, NEARLY, FAILS, UNDECIDED))
+    rest = len(verdicts) - held - near - failed - open_
     noise = f" ({near} within the noise)" if near else ""
+    undecided = f"{open_} cannot be told from the runs there are, " if open_ else ""
     return (
         f"{measured} of the {printed} cells of Tables 1 to 3 are measured. Of the paper's "
-        f"{len(verdicts)} claims {held + near} held up{noise}, {failed} did not, {rest} are not yet measured "
-        "in full."
+        f"{len(verdicts)} claims {held + near} held up{noise}, {failed} did not, {undecided}"
+        f"{rest} are not yet measured in full."
     )
 
 

@@ -141,7 +141,7 @@ def _side(found: Evidence, cell: str, rival: str, key: str) -> str | None:
     own, ie = (found.cells[id]["paper"][key] for id in (cell, rival))
     if own == ie or min(mine["n"], other["n"]) < 2:
         return None
-    if found.is_noise(cell, rival, key):
+    if found.chance(cell, rival, key):
         return "near"
     return "same" if (mine["mean"] < other["mean"]) == (own < ie) else "other"
 
