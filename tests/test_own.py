@@ -1,5 +1,6 @@
 """A run of one's own leaves what a named recipe leaves."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 
 import cmcl
+from cmcl.experiments.own import described
 from cmcl.experiments.records import Record
+from cmcl.report.comparing import of_runs
 
 
 def network():
@@ -72,6 +75,56 @@ def test_the_page_shows_it(trained, tmp_path):
     cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
     page = cmcl.report.write([folder], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "mine" in page
+
+
+def small():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def recorded(folder, network, method, *, members=3, **settings):
+    train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
+    torch.manual_seed(0)
+    ensemble = cmcl.Ensemble(network, members, **settings)
+    recipe = cmcl.Recipe(method=method, members=members, overlap=1, steps=2, batch_size=16, optimizer="adam")
+    result = cmcl.fit(ensemble, train, recipe=recipe, out=folder, options=cmcl.Options(quiet=True))
+    return cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
+
+
+def test_unlike_networks_are_not_compared(tmp_path):
+    tiny = recorded(tmp_path / "tiny", small, "ie")
+    conv = recorded(tmp_path / "conv", network, "cmcl")
+    assert tiny.network == {"class": "Sequential", "parameters": 650, "digest": tiny.network["digest"]}
+    first, second = [told for told in of_runs([tiny, conv]) if " errs on " in told]
+    assert first.startswith(
+        "On own data with 3 Sequential of 650 parameters (2 steps), an independent ensemble"
+    )
+    assert second.startswith("On own data with 3 Sequential of 1,490 parameters (2 steps), CMCL errs")
+    assert " errors" not in first + second
+    assert Record.load(tmp_path / "tiny" / "record.json") == tiny
+
+
+def test_like_networks_are_compared(tmp_path):
+    """Cut or whole, one alone or several."""
+    cmcl_, ie, one = (
+        recorded(tmp_path / "cmcl", network, "cmcl", share_after="1"),
+        recorded(tmp_path / "ie", network, "ie"),
+        recorded(tmp_path / "one", network, "ie", members=1),
+    )
+    assert cmcl_.network == ie.network == one.network
+    assert ", an independent ensemble (IE) on " in of_runs([cmcl_, ie, one])[0]
+    other = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 10))
+    assert described(nn.ModuleList([other]))["digest"] != ie.network["digest"], "same shapes, other layers"
+
+
+def test_records_of_before_are_compared_among_themselves(tmp_path):
+    cmcl_, ie = (recorded(tmp_path / method, network, method) for method in ("cmcl", "ie"))
+    old = [replace(record, network=None) for record in (cmcl_, ie)]
+    assert "independent ensemble" in of_runs(old)[0]
+    assert len([told for told in of_runs([old[0], ie]) if " errs on " in told]) == 2
+    text = json.loads((tmp_path / "ie" / "record.json").read_text())
+    del text["network"]
+    (tmp_path / "ie" / "record.json").write_text(json.dumps(text))
+    assert Record.load(tmp_path / "ie" / "record.json") == old[1]
 
 
 class Tagger(nn.Module):

@@ -223,6 +223,8 @@ def test_damage_is_told_not_fatal(runs, tmp_path):
             "no-images": {"test_examples": 0},
             "percent": {"errors": {"expected": good["errors"]["expected"] | {"top1": 250.0}}},
             "commit": {"commit": {"sha": "c"}},
+            "network": {"network": {"class": "Net", "parameters": "many", "digest": "d"}},
+            "no-digest": {"network": {"class": "Net", "parameters": 7}},
         }.items()
     }
     for name, text in damaged.items():

@@ -1,11 +1,13 @@
 """A run of your own, measured: what `cmcl report` shows of named recipes, for any network and any inputs."""
 
+import json
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data import from_arrays
 from ..data.checksum import tensor_checksum
@@ -66,6 +68,7 @@ def record(
         full_test=True,
         test_examples=len(data.images),
         checksums={"test": tensor_checksum({"images": data.images, "targets": data.targets})},
+        network=None if recipe.network else described(ensemble.members),
         outside=None if unseen is None else unseen.source,
         steps=result.steps,
         seconds=round(result.seconds, 3),
@@ -79,6 +82,25 @@ def record(
         write_gallery(folder / "gallery", ensemble, data, data.images)
     made.save(folder / "record.json")
     return made
+
+
+def described(members: nn.ModuleList) -> dict[str, Any]:
+    """What tells the networks of two ensembles apart; the same however many members there are."""
+    kinds = sorted({json.dumps(_parts(member)) for member in members})
+    return {
+        "class": type(members[0]).__name__,
+        "parameters": sum(p.numel() for p in members[0].parameters()),
+        "digest": sha256(json.dumps(kinds).encode()).hexdigest()[:16],
+    }
+
+
+def _parts(member: nn.Module) -> list[Any]:
+    """Its layers by name and class, and the shapes of its state."""
+    layers = [[name, type(module).__name__] for name, module in member.named_modules()]
+    state = [
+        [key, list(value.shape)] for key, value in member.state_dict().items() if isinstance(value, Tensor)
+    ]
+    return [layers, state]
 
 
 def _data(inputs: Tensor, targets: Tensor) -> Dataset | Inputs:

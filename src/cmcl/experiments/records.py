@@ -35,6 +35,8 @@ class Record:
     classwise: list[list[float | None]]  # accuracy, (M, C)
     calibration: Mapping[str, Any]
     entropy: Mapping[str, Any]
+    # Of networks of one's own, which no recipe names: class, parameters, digest. Older records lack it.
+    network: Mapping[str, Any] | None = None
     outside: str | None = None  # the set of things never seen that `entropy` and AUROC tell of
     validation: Mapping[str, float] | None = None  # errors on what was held out
     steps: int

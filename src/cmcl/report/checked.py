@@ -37,6 +37,9 @@ def _check_facts(record: Record) -> None:
     _require(len(record.together) > 0, "at least one seed", record.together)
     for table in (record.recipe, record.versions, record.checksums):
         _require(isinstance(table, dict), "names and values", table)
+    if (own := record.network) is not None:
+        known = isinstance(own["class"], str) and isinstance(own["digest"], str) and _whole(own["parameters"])
+        _require(known, "class, parameters and digest of a network", own)
     checksums = list(record.checksums.values())
     _require(all(isinstance(found, str) for found in checksums), "checksums", checksums)
 

@@ -1,6 +1,7 @@
 """Sentences on runs: like is compared with like, CMCL with an independent ensemble first.
 
-Like runs have the same data, network, length and examples; only complete ones count. M members.
+Like runs have the same data, network, length and examples; only complete ones count. What is tuned for each
+method (learning rate, optimiser, batch size) may differ. M members.
 """
 
 import json
@@ -69,13 +70,19 @@ def _kind(record: Record) -> str:
     """What must be the same for two runs to be compared."""
     keys = ("data", "network", "network_options", "preprocess", "examples", "validation")
     recipe = [record.recipe.get(key) for key in keys]
-    return json.dumps([*recipe, record.steps, record.test_examples, record.checksums], sort_keys=True)
+    own = record.network and record.network["digest"]  # the recipe has no name for it
+    return json.dumps([*recipe, own, record.steps, record.test_examples, record.checksums], sort_keys=True)
 
 
 def _network(record: Record) -> str:
-    network, m = str(record.recipe.get("network") or "own network"), record.recipe["members"]
+    network, m = str(record.recipe.get("network") or _own(record)), record.recipe["members"]
     steps = f"({record.steps:,} steps)"
     return f"{m if m > 1 else 'a single'} {NETWORKS.get(network, network)} {steps}"
+
+
+def _own(record: Record) -> str:
+    found = record.network
+    return f"{found['class']} of {found['parameters']:,} parameters" if found else "own network"
 
 
 def _of_group(name: str, records: Sequence[Record]) -> list[str]:
