@@ -327,6 +327,37 @@ def test_an_epoch_that_was_done_twice_counts_once(tmp_path):
     assert run.rows[1]["loss"] == 0.125
 
 
+def test_runs_measured_on_part_of_the_test_images_show_no_numbers(runs, tmp_path):
+    whole = report.write([runs], tmp_path / "whole.md", format="md").read_text()
+    losing = [made_record("digits-cmcl", seed, top1=0.0, full_test=False, test_examples=1) for seed in (5, 6)]
+    for record in losing:
+        save_run(runs / f"losing-{record.seed}", record)
+    short = made_record("digits-mcl", 7, full_length=False)
+    results = save_results(tmp_path / "results", losing[:1])
+    line = "2 runs are left out, measured on part of the test images only, as cmcl tune does with candidates"
+    assert line not in whole
+    assert line in (text := page_of(runs, results, out=tmp_path))
+    assert "losing" not in text
+    assert "1 test examples" not in text
+    for name in ("digits-cmcl seed 5", "digits-cmcl seed 6"):
+        assert name not in text
+    markdown = report.write([runs], tmp_path / "page.md", format="md").read_text()
+    assert line in markdown
+    assert [row for row in markdown.splitlines() if row not in whole.splitlines()] == [
+        next(row for row in markdown.splitlines() if line in row)
+    ], "nothing else is said of them"
+    save_run(runs / "short", short)
+    assert "digits-mcl seed 7 (partial)" in page_of(runs, out=tmp_path)
+
+
+def test_nothing_but_runs_that_are_left_out(tmp_path):
+    folder = save_run(tmp_path / "run", made_record("digits-cmcl", full_test=False))
+    assert "1 run is left out" in page_of(folder, out=tmp_path)
+    assert report.write([folder], tmp_path / "p.md", format="md").read_text().startswith("1 run is left out")
+    with pytest.raises(ValueError, match="measured on all test images"):
+        report.write([folder], tmp_path / "figures", format="svg")
+
+
 def test_a_record_in_two_places_counts_once(tmp_path):
     record = made_record("cifar10-resnet20-ie")
     results = save_results(tmp_path / "results", [record])

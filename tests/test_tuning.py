@@ -13,6 +13,7 @@ import cmcl
 from cmcl import tuning
 from cmcl.experiments import recipes
 from cmcl.experiments import run as running
+from cmcl.report.gather import gather
 from cmcl.tuning import plot, shortened, successive_halving, tune
 
 needs_altair = pytest.mark.skipif(
@@ -107,6 +108,10 @@ def test_tuning_digits(tiny, tmp_path, monkeypatch):
     assert [record["name"] for record in tested] == [result["chosen"]], "one look at the test set"
     assert result["test"] == tested[0]["errors"]["expected"]["top1"]
     assert all(record["recipe"]["validation"] == 0.1 for record in folders.values())
+
+    shown = gather([tmp_path])
+    assert [run.name for run in shown.runs] == [result["chosen"]]
+    assert shown.left_out.startswith("3 runs are left out")
 
     fits = []
     fit = running.fit

@@ -23,7 +23,8 @@ def save(material: Material, folder: Path, format: str) -> list[Path]:
     found = [figure for section in sections(material, []) for figure in section.figures]
     if not found:
         raise ValueError(
-            "sources must hold something to draw. Got no figure of the paper, and no run that is finished."
+            "sources must hold something to draw. Got no figure of the paper, and no run that is finished "
+            "and measured on all test images."
         )
     folder.mkdir(parents=True, exist_ok=True)
     return [_save(figure, folder / f"{figure.id}.{format}") for figure in found]

@@ -49,6 +49,7 @@ class Material:
     results: list[Record] = field(default_factory=list)  # from folders with records/
     paper: bool = False  # whether there was such a folder: the paper's tables are shown
     notes: list[str] = field(default_factory=list)  # what could not be read
+    left_out: str = ""  # how many runs are not shown, and why
 
     @cached_property
     def evidence(self) -> Evidence:
@@ -87,9 +88,23 @@ def gather(sources: Sequence[str | Path]) -> Material:
             f"sources must hold runs (record.json, telemetry.jsonl) or records/. Got {listed}. "
             "Name the folder that was given to --out."
         )
+    _leave_out(material)
     _label(material.runs)
     material.runs.sort(key=_rank)
     return material
+
+
+def _leave_out(material: Material) -> None:
+    """Drop what was measured on part of the test images: its numbers say nothing, and look like others."""
+    found = {record.file_name for record in material.records if not record.full_test}
+    material.results = [record for record in material.results if record.full_test]
+    material.runs = [run for run in material.runs if run.record is None or run.record.full_test]
+    if found:
+        runs = "1 run is" if len(found) == 1 else f"{len(found)} runs are"
+        material.left_out = (
+            f"{runs} left out, measured on part of the test images only, as cmcl tune does with candidates "
+            "that it does not choose."
+        )
 
 
 def _rank(run: Run) -> tuple[str, int, str, int]:

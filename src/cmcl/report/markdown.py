@@ -27,6 +27,8 @@ def render(material: Material) -> str:
         labels = {run.record.file_name: run.label for run in material.runs if run.record}
         table = summary_table(own, labels)
         parts += ["## Runs", *map(escaped, of_runs(own)), markdown(table), below(table)]
+    if material.left_out:
+        parts.append(material.left_out)
     if found := alarms(material.runs):
         parts += [
             "## Members that learned next to nothing",

@@ -45,6 +45,7 @@ def render(material: Material) -> str:
         alarms=alarms(material.runs),
         cure=CURE,
         unfinished=[run.label for run in material.runs if run.record is None],
+        left_out=material.left_out,
         sections=parts,
         records=_grouped(material.records),
         specs=specs,
