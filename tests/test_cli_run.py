@@ -103,6 +103,9 @@ class TestTrain:
             assert code == 2
             assert f"{path} must not be there yet" in err
         assert not (tmp_path / "second").exists()
+        begun = tmp_path / "third" / f"tiny-cmcl--{TINY.hash}--seed0"
+        begun.mkdir(parents=True)  # as a run leaves it that died before its first checkpoint
+        assert cmcl(*words, tmp_path / "third", "--resume")[0] == 2
         assert cmcl(*words, tmp_path / "first", "--resume")[0] == 0  # the run itself is only measured again
         assert path.read_bytes() == before
         path.write_text("damaged")
@@ -326,7 +329,7 @@ class TestEvaluate:
         assert found["auroc"] == pytest.approx(0.5), "and so no way to tell them apart"
         assert "entropy, unseen" in cmcl("evaluate", trained, "--ood", "digits", "--limit", 5)[1]
 
-    def test_a_folder_that_it_has_never_seen(self, cmcl, trained, tmp_path):
+    def test_a_folder_that_it_has_never_seen(self, cmcl, trained, tmp_path, monkeypatch):
         (tmp_path / "odd" / "noise").mkdir(parents=True)
         for i in range(3):
             Image.effect_noise((20, 20), 90).save(tmp_path / "odd" / "noise" / f"{i}.png")
@@ -339,6 +342,12 @@ class TestEvaluate:
         for split in ("train", "test"):
             shutil.copytree(tmp_path / "odd" / "noise", tmp_path / "odd" / split / "noise")
         shutil.rmtree(tmp_path / "odd" / "noise")
+        assert json.loads(cmcl(*words, "--ood", "folder", *own, "--json")[1]) == whole
+        (tmp_path / "odd" / "test" / "noise").rename(tmp_path / "odd" / "test" / "of another name")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        own[1] = "~/odd"  # a shell leaves it so after --ood-root=
+        assert json.loads(cmcl(*words, "--ood", "folder", *own, "--json")[1]) == whole
+        shutil.rmtree(tmp_path / "odd" / "train")
         assert json.loads(cmcl(*words, "--ood", "folder", *own, "--json")[1]) == whole
         code, _, err = cmcl(*words, "--ood", "folder", "--root", tmp_path)
         assert code == 2

@@ -1,5 +1,8 @@
 """Targets that count for nothing, and what scoring looks at before and after a run."""
 
+import gc
+import json
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -7,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import cmcl
 from cmcl import Ensemble, Recipe, evaluate, fit
@@ -73,10 +76,49 @@ class TestPixels:
     def test_nothing_is_ignored_on_demand(self):
         with pytest.raises(ValueError, match="targets must be between 0 and 2 .*Got 0 to 255"):
             fit(pixels(), masks(255), recipe=PIXELS, ignore_index=None, options=QUIET)
-        with pytest.raises(
-            ValueError, match="ignore_index must be one of 'auto', None, 'a number'. Got 'non"
-        ):
-            fit(pixels(), masks(255), recipe=PIXELS, ignore_index="none", options=QUIET)
+
+    @pytest.mark.parametrize(
+        ("value", "error", "match"),
+        [
+            ("none", ValueError, "ignore_index must be a number, 'auto' or None. Got 'none'"),
+            (2.5, TypeError, "ignore_index must be a whole number, or None. Got float 2.5"),
+            (True, TypeError, "ignore_index must be a whole number, or None"),
+        ],
+    )
+    def test_it_is_a_number(self, value, error, match):
+        with pytest.raises(error, match=match):
+            fit(pixels(), masks(255), recipe=PIXELS, ignore_index=value, options=QUIET)
+
+    def test_it_is_a_number_that_targets_can_be(self):
+        """As uint8, torch takes -100 for 156."""
+        images, targets = masks(255)
+        with pytest.raises(ValueError, match="0 to 255 for torch.uint8. Got -100; convert them"):
+            fit(pixels(), (images, targets.byte()), recipe=PIXELS, ignore_index=-100, options=QUIET)
+        logits = pixels()(images)
+        with pytest.raises(ValueError, match="0 to 255 for torch.uint8. Got -100; convert them"):
+            cmcl.confident_oracle_loss(logits, targets.byte(), ignore_index=-100)
+
+    def test_images_without_a_pixel_that_counts(self):
+        """They may come first, in what is learned and in what is scored."""
+        images, targets = masks(-1)
+        targets[:2] = -1
+        test = DataLoader(TensorDataset(images, targets), 1)
+        for scored in (test, (images, targets)):
+            ensemble = pixels()
+            result = fit(
+                ensemble, (images, targets), recipe=PIXELS, test=scored, ignore_index=-1, options=QUIET
+            )
+            assert result.scores == [evaluate(ensemble, (images, targets), ignore_index=-1)]
+
+    def test_a_run_can_be_recorded(self, tmp_path):
+        images, targets = masks(-100)
+        ensemble = pixels()
+        named = {"ignore_index": -100}
+        result = fit(
+            ensemble, (images, targets), recipe=PIXELS, test=(images, targets), options=QUIET, **named
+        )
+        record = cmcl.record(tmp_path, ensemble, (images, targets), recipe=PIXELS, result=result, **named)
+        assert record.errors["expected"]["top1"] == pytest.approx(result.scores[0]["top1"])
 
     def test_a_run_is_resumed_with_the_same(self, tmp_path):
         fit(pixels(), masks(0), recipe=PIXELS, out=tmp_path, options=QUIET)
@@ -107,6 +149,35 @@ def test_a_task_reads_integer_targets_of_any_shape():
     assert identical(weights(ours), weights(theirs))
 
 
+def test_a_task_reads_integer_targets_of_pixels_that_are_several():
+    images, labels = torch.randn(8, 1, 6, 6), torch.randint(2, (8, 3, 6, 6))
+
+    def task(logits, targets):
+        return F.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none").mean(1)
+
+    ours, theirs = pixels(), pixels()
+    fit(ours, (images, labels), recipe=PIXELS, task=task, options=QUIET)
+    fit(theirs, (images, labels.float()), recipe=PIXELS, task=task, options=QUIET)
+    assert identical(weights(ours), weights(theirs))
+
+
+def test_nobody_wins_what_counts_for_nothing():
+    """With everything else as it is, win rates are those among the examples that count."""
+    images, targets = data()
+    recipe = replace(LINEAR, members=3, epochs=1, batch_size=len(images))
+    rows = []
+    for hidden in (0, 30):
+        torch.manual_seed(0)
+        ensemble = Ensemble(lambda: nn.Sequential(nn.Flatten(), nn.Linear(25, CLASSES)), 3)
+        void = torch.cat([targets, targets.new_full((hidden,), -1)])
+        more = torch.cat([images, images[:hidden]])
+        whole = replace(recipe, batch_size=len(more))
+        rows += fit(ensemble, (more, void), recipe=whole, ignore_index=-1, options=QUIET).rows
+    for key in ("win_rates", "winners_entropy", "losers_entropy"):
+        assert rows[0][key] == pytest.approx(rows[1][key])
+    assert sum(rows[1]["win_rates"]) == pytest.approx(1)
+
+
 class TestScoredLoaders:
     def test_are_looked_at_before_the_first_step(self, monkeypatch):
         monkeypatch.setattr(cmcl.engine.run.Run, "go", lambda *_: pytest.fail("it began to train"))
@@ -121,11 +192,14 @@ class TestScoredLoaders:
         refused(ValueError, "test must hold at least one batch", TensorDataset(images[:0], targets[:0]))
         refused(TypeError, "batches of test must be .*Got dict", [{"x": x} for x in images])
 
-    def test_go_on_as_if_nobody_had_looked(self):
+    @pytest.mark.parametrize("own", [False, True])
+    def test_go_on_as_if_nobody_had_looked(self, own):
         looked, alone = [], []
         for seen in (looked, alone):
-            order = torch.Generator().manual_seed(3)
-            test = DataLoader(TensorDataset(*data()), 8, shuffle=True, generator=order)
+            order, examples = torch.Generator().manual_seed(3), TensorDataset(*data())
+            sampler = RandomSampler(examples, num_samples=16, generator=order)
+            how = {"sampler": sampler} if own else {"shuffle": True, "generator": order}
+            test = DataLoader(examples, 8, **how)
             if seen is looked:
                 cmcl.engine.admission.check_scored("test", apart(), test)
             seen += [targets for _, targets in test]
@@ -144,9 +218,28 @@ def test_what_was_learned_is_kept_when_scoring_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cmcl.engine.run, "evaluate", broken)
     options = replace(QUIET, checkpoint_seconds=1e9)
+    given = {"recipe": LINEAR, "seed": [0, 1], "test": data(), "options": options}
+    torch.manual_seed(0)
     with pytest.raises(MemoryError):
-        fit(apart(), data(), recipe=LINEAR, test=data(), out=tmp_path, options=options)
+        fit([apart(), apart()], data(), **given, out=tmp_path)
     assert list((tmp_path / "checkpoints").glob("step-00000010-*"))
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    whole = fit([apart(), apart()], data(), **given).rows
+    kept = [json.loads(line) for line in (tmp_path / "telemetry.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["seed"], row["loss"]) for row in kept] == [
+        (row["epoch"], row["seed"], row["loss"]) for row in whole
+    ]
+
+
+def test_no_worker_outlives_the_run():
+    train = DataLoader(TensorDataset(*data()), 8, num_workers=1)
+    gc.disable()
+    try:
+        fit(apart(), train, recipe=LINEAR, options=QUIET)
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
 
 
 def test_a_loader_that_ends_early_says_so():

@@ -1,6 +1,7 @@
 """The objectives against hand-worked numbers, brute force and the paper's identities."""
 
 import math
+from contextlib import nullcontext
 from itertools import combinations
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cmcl import confident_oracle_loss, independent_loss, oracle_loss
+from cmcl import checks, confident_oracle_loss, independent_loss, oracle_loss
 
 LOG2, LOG3 = math.log(2), math.log(3)
 
@@ -392,3 +393,16 @@ def test_the_other_two_check_the_same():
         independent_loss(torch.zeros(4, 3), TARGETS)
     with pytest.raises(ValueError, match="overlap must be between 1 and 5"):
         oracle_loss(LOGITS, TARGETS, overlap=6)
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=6),
+    st.integers(1, 9),
+    st.sampled_from([torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int64]),
+    st.sampled_from([None, 0, 3, 9]),
+)
+def test_labels_are_looked_at_as_one_would_by_hand(values, classes, dtype, ignore):
+    wrong = [value for value in values if value != ignore and value >= classes]
+    targets = torch.tensor(values, dtype=torch.long).to(dtype)
+    with pytest.raises(ValueError, match=f"to {max(wrong)};") if wrong else nullcontext():
+        checks.label_range(targets, classes, ignore)

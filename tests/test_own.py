@@ -114,6 +114,8 @@ def test_like_networks_are_compared(tmp_path):
     assert ", an independent ensemble (IE) on " in of_runs([cmcl_, ie, one])[0]
     other = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 10))
     assert described(nn.ModuleList([other]))["digest"] != ie.network["digest"], "same shapes, other layers"
+    low, high = (described(nn.ModuleList([nn.Dropout(p)]))["digest"] for p in (0.1, 0.9))
+    assert low != high, "same layers, otherwise set"
 
 
 def test_records_of_before_are_compared_among_themselves(tmp_path):

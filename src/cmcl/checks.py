@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64, torch.bool)
 
 
 def members(logits: Tensor) -> int:
@@ -100,11 +101,31 @@ def values(logits: Tensor, targets: Tensor, ignore_index: int | None, *, own_tas
 
 def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) -> None:
     """Labels must be classes of the networks, or the one that is ignored."""
-    counted = targets.long() if ignore_index is None else targets[targets != ignore_index].long()
-    if counted.numel() and not (counted.min() >= 0 and counted.max() < classes):
+    if not targets.numel():
+        return
+    numbers = targets.long() if targets.dtype in UNSIGNED else targets  # of which torch knows no extremes
+    low, high = (numbers if ignore_index is None else numbers.where(numbers != ignore_index, 0)).aminmax()
+    if low < 0 or high >= classes:
+        counted = numbers if ignore_index is None else numbers[numbers != ignore_index]
         raise ValueError(
             f"targets must be between 0 and {classes - 1} (classes on axis 2 of logits). "
             f"Got {int(counted.min())} to {int(counted.max())}; ignore_index excludes a value."
+        )
+
+
+def ignorable(ignore_index: object, targets: Tensor) -> None:
+    """What is to be ignored must be a whole number that targets can be."""
+    if ignore_index is None:
+        return
+    if not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool):
+        raise TypeError(f"ignore_index must be a whole number, or None. Got {kind(ignore_index)}.")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        return
+    limits = torch.iinfo(targets.dtype)
+    if not limits.min <= int(ignore_index) <= limits.max:  # torch would take it for another number
+        raise ValueError(
+            f"ignore_index must be a number that targets can be, {limits.min} to {limits.max} for "
+            f"{targets.dtype}. Got {ignore_index}; convert them by targets.long()."
         )
 
 

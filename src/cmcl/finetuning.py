@@ -250,7 +250,8 @@ def _computed(part: nn.Module) -> str | None:
     prune and the older spectral_norm keep a parameter `weight_orig`, the older weight_norm `weight_g` and
     `weight_v`.
     """
-    names = [key.rpartition("_")[0] for key, _ in part.named_parameters(recurse=False)]
+    keys = [key.rpartition("_") for key, _ in part.named_parameters(recurse=False)]
+    names = [name for name, _, last in keys if last in {"orig", "g", "v"}]
     return next((name for name in names if isinstance(vars(part).get(name), Tensor)), None)
 
 

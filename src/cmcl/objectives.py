@@ -62,6 +62,7 @@ def confident_oracle_loss(
     """
     own_task = task is not None and ignore_index is None  # then the targets are the task's own affair
     checks.objective(logits, targets, beta, overlap, samples, own_task=own_task)
+    checks.ignorable(ignore_index, targets)
     checks.values(logits, targets, ignore_index, own_task=own_task)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()  # a KL over many classes does not survive 8 bits of mantissa

@@ -105,9 +105,11 @@ def _load_outside(name: str, own_root: Path | None, root: Path | None, options: 
         raise ValueError("--ood-root must name the folder of --ood folder, apart from --root. Got none.")
     if own_root is None:
         return seek(lambda folder: load(name, split="test", root=folder, **values), root, f"--ood {name}")
-    # its classes do not matter, and so it need not be split
-    split = "train" if name == "folder" and not (own_root / "test").is_dir() else "test"
-    return load(name, split=split, root=own_root, **values)
+    own_root = own_root.expanduser()
+    if name != "folder":
+        return load(name, split="test", root=own_root, **values)
+    test = own_root / "test"  # its classes do not matter, so a folder that is not split will do
+    return load(name, split="train", root=test if test.is_dir() else own_root, **values)
 
 
 def _measure(

@@ -88,8 +88,8 @@ def train(
         folder = run_folder(out, name, changed, which)
         if not resume:
             _refuse_old(folder, changed)
-        if results is not None and not folder.exists():
-            _refuse_recorded(results, name, changed, which)
+        if results is not None:
+            _refuse_recorded(results, folder, name, changed, which)
         options = engine_options(
             device, precision, quiet=quiet, evaluate_every=evaluate_every, checkpoint_seconds=save_every
         )
@@ -185,12 +185,13 @@ def _refuse_old(folder: Path, recipe: "Recipe") -> None:
         )
 
 
-def _refuse_recorded(results: Path, name: str, recipe: "Recipe", seeds: Sequence[int]) -> None:
-    """A new run must not take the place of one that is recorded: which of the two counts is no choice."""
+def _refuse_recorded(results: Path, folder: Path, name: str, recipe: "Recipe", seeds: Sequence[int]) -> None:
+    """No run may take the place of another that is recorded: which of the two counts is no choice."""
     from ..experiments.records import Record, file_name
 
+    own = [Record.read(path) for path in folder.glob("**/record.json")]  # that may be measured again
     for path in (results / "records" / file_name(name, recipe.hash, seed) for seed in seeds):
-        if (record := Record.read(path)) is not None and record.complete:
+        if (record := Record.read(path)) is not None and record.complete and record not in own:
             raise ValueError(
                 f"{path} must not be there yet. It is the record of this very run, trained before. Name "
                 "another --results or --seed, leave out --results, or move it away."

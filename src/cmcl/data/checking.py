@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..files import digest
-from .dataset import IGNORE, Dataset, split_validation
+from .dataset import Dataset, counting, ignored, split_validation
 from .files import data_root
 from .preprocess import MeanStd
 from .published import CHECKSUMS, PUBLISHED, Published
@@ -84,8 +84,7 @@ def _load_splits(name: str, root: str | Path | None, options: Mapping[str, Any])
 
 def _histogram(dataset: Dataset) -> dict[str, int]:
     labels = dataset.targets
-    if labels.ndim == 3:
-        labels = labels[labels != IGNORE]
+    labels = labels[counting(labels, ignored(labels, len(dataset.classes)))]
     counts = torch.bincount(labels, minlength=len(dataset.classes))
     return dict(zip(dataset.classes, counts.tolist(), strict=True))
 

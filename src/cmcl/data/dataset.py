@@ -171,9 +171,13 @@ def ignored(targets: Tensor, classes: int) -> int | None:
     return IGNORE if of_pixels and classes <= IGNORE else None
 
 
+def counting(targets: Tensor, nothing: int | None) -> Tensor:
+    """Which targets count, as booleans: all but those that are `nothing`."""
+    return torch.ones_like(targets, dtype=torch.bool) if nothing is None else targets != nothing
+
+
 def _check_labels(targets: Tensor, classes: int, source: str) -> None:
-    nothing = ignored(targets, classes)
-    labels = targets if nothing is None else targets[targets != nothing]
+    labels = targets[counting(targets, ignored(targets, classes))]
     if not labels.numel():
         return
     low, high = int(labels.min()), int(labels.max())

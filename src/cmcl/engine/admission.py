@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .. import checks
-from ..data.dataset import IGNORE, Dataset
+from ..data.dataset import IGNORE, Dataset, counting
 from ..ensemble import Ensemble
 from ..modes import keep_modes
 from ..recipe import Recipe
 from ..telling import first_line
-from .scoring import AUTO, evaluate
+from .scoring import AUTO, errors, resolved
 from .setup import Data, tensors
 from .source import first_batch
 
@@ -105,8 +105,11 @@ def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | 
     cuda = [p.device for p in ensemble.parameters() if p.is_cuda][:1]
     try:
         with torch.random.fork_rng(cuda):  # masks may be drawn at test time
-            two = _extremes(targets)
-            evaluate(ensemble, (images[two], targets[two]), ignore_index=ignore_index)
+            two = _extremes(targets, IGNORE if isinstance(ignore_index, str) else ignore_index)
+            probs, looked = ensemble.predict(images[two]).member_probs.cpu(), targets[two].cpu()
+            ignore = resolved(ignore_index, looked, probs.shape[2], dense=looked.ndim > 1)
+            if counting(looked, ignore).any():  # else there is nothing to score among the two
+                errors(probs, looked, ignore)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -115,8 +118,8 @@ def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | 
         ) from error
 
 
-def _extremes(targets: Tensor) -> list[int]:
+def _extremes(targets: Tensor, ignore: int | None) -> list[int]:
     """Positions of the lowest and the highest class; of pixels, of images where some count."""
     if targets.ndim == 1:
         return [int(targets.long().argmin()), int(targets.long().argmax())]
-    return (targets != IGNORE).flatten(1).any(1).nonzero().flatten()[:2].tolist() or [0]
+    return counting(targets, ignore).flatten(1).any(1).nonzero().flatten()[:2].tolist() or [0]

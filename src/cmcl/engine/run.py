@@ -69,7 +69,8 @@ class Run:
         answers = first_answers(ensembles[0], images[:2].to(self.device))  # (M, 2, C, ...)
         classes = answers.shape[2]
         self.ignore_given = ignore_index
-        self.ignore_index = resolved(ignore_index, targets, classes, dense=answers.ndim > 3)
+        of_pixels = answers.ndim > 3 and targets.shape[1:] == answers.shape[3:]
+        self.ignore_index = resolved(ignore_index, targets, classes, dense=of_pixels)
         if task is None and not targets.is_floating_point():  # on a GPU a wrong label would end it all
             checks.label_range(targets, classes, self.ignore_index)
             self.source.expect(classes, self.ignore_index)
@@ -129,11 +130,7 @@ class Run:
             if state.step < min(steps.stop, self.steps):  # the last one is saved after its report
                 self._save_or_stop()
         self._check_finite()
-        try:
-            self._report(epoch + 1, images / (time.perf_counter() - begun))
-        except Exception:  # scoring failed: what was learned is kept all the same
-            self.keeper.save()
-            raise
+        self._report(epoch + 1, images / (time.perf_counter() - begun))
         self._save_or_stop()
 
     def _feed(self) -> None:
@@ -147,20 +144,34 @@ class Run:
     def _report(self, epochs: int, images_per_second: float) -> None:
         """Telemetry of the epoch that just ended, a row for each repeat."""
         state, every = self.state, self.options.evaluate_every
-        look = state.step == self.steps or (every and epochs % every == 0)
-        for seed, ensemble, tally, alarm in zip(
-            state.seeds, state.ensembles, state.tallies, state.alarms, strict=True
-        ):
+        rows = []
+        for seed, tally, alarm in zip(state.seeds, state.tallies, state.alarms, strict=True):
             row: dict[str, Any] = {"epoch": epochs, "step": state.step, "seed": seed}
             row |= tally.read() | {"lr": self._lr(state.step - 1), "images_per_second": images_per_second}
             tally.reset()
-            if look and self.held_out is not None:
-                row |= self._scores(ensemble, self.held_out)
             if epochs > self.recipe.warm_start and (dead := alarm.update(row["win_rates"])):
                 row["dead_members"] = dead
                 tell(f"{self._whose(seed)}{alarm.warning(dead)}")
+            rows.append(row)
+        try:
+            if state.step == self.steps or (every and epochs % every == 0):
+                self._look(rows)
+        except Exception:  # what was learned is kept all the same
+            self._write(rows)
+            self.keeper.save()
+            raise
+        self._write(rows)
+
+    def _look(self, rows: list[dict[str, Any]]) -> None:
+        """Put scores into the rows of the repeats."""
+        if self.held_out is not None:
+            for row, ensemble in zip(rows, self.state.ensembles, strict=True):
+                row |= self._scores(ensemble, self.held_out)
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
             self.rows.append(row)
-            self.progress.epoch(row if self._whose(seed) else row | {"seed": None})
+            self.progress.epoch(row if self._whose(row["seed"]) else row | {"seed": None})
             self.telemetry.write(row)
 
     def _make_step(self, epoch: int) -> Step | Captured:

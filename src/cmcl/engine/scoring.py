@@ -14,9 +14,11 @@ AUTO = "auto"
 
 def resolved(ignore_index: int | str | None, targets: Tensor, classes: int, *, dense: bool) -> int | None:
     """The target that counts for nothing; by itself 255 of pixels, where it can be no class."""
-    if isinstance(ignore_index, str):
-        checks.choice("ignore_index", ignore_index, (AUTO, None, "a number"))
+    if ignore_index == AUTO:
         return ignored(targets, classes) if dense else None
+    if isinstance(ignore_index, str):
+        raise ValueError(f"ignore_index must be a number, {AUTO!r} or None. Got {ignore_index!r}.")
+    checks.ignorable(ignore_index, targets)
     return ignore_index
 
 
@@ -36,8 +38,12 @@ def evaluate(
     else:
         images, targets = tensors(data)
         probs, targets = ensemble.predict(images, batch_size=batch_size).member_probs.cpu(), targets.cpu()
+    return errors(probs, targets, resolved(ignore_index, targets, probs.shape[2], dense=targets.ndim > 1))
+
+
+def errors(probs: Tensor, targets: Tensor, ignore: int | None) -> dict[str, float]:
+    """Of the members' probabilities (M, N, C, ...), in percent."""
     dense = targets.ndim > 1
-    ignore = resolved(ignore_index, targets, probs.shape[2], dense=dense)
     top1 = metrics.picked_error if dense else metrics.top1_error
     return {
         "top1": 100 * top1(probs, targets, ignore_index=ignore),

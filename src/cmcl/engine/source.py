@@ -4,6 +4,8 @@ R repeats, N examples, B batch. Repeats see the same examples, each in an order 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,14 +114,13 @@ class Loaded:
                 "train must be tensors for several seeds at once, each in an order of its own. Got a "
                 "DataLoader; pass tensors, or train one seed after the other."
             )
-        self.batches = LoaderBatches(loader, device, seeds[0], look=self._look)
+        self.batches = LoaderBatches(loader, device, seeds[0])
         self.transformed = transformed or (lambda x: x)
         self.batch_size = loader.batch_size or 1
         self.examples = batches * self.batch_size
         self.name = f"{batches} batches of {self.batch_size}"
         self._iterator: Iterator[Batch] = iter(())
         self._batch: Batch | None = None
-        self._expected: tuple[int, int | None] | None = None
 
     def steps(self, epoch: int) -> range:
         """The steps of an epoch: one for each batch of the loader."""
@@ -144,11 +145,8 @@ class Loaded:
 
     def expect(self, classes: int, ignore_index: int | None) -> None:
         """Batches to come must have labels of these classes."""
-        self._expected = classes, ignore_index
-
-    def _look(self, targets: Tensor) -> None:
-        if self._expected and not targets.is_cuda:  # on a GPU, looking would wait for the device
-            checks.label_range(targets, *self._expected)
+        # not a method: a reference to self would keep the loader's workers alive after the run
+        self.batches = replace(self.batches, look=partial(_look, classes, ignore_index))
 
     def feed(self) -> None:
         """Bring the next batch to the device."""
@@ -178,17 +176,28 @@ class Loaded:
         return []
 
 
+def _look(classes: int, ignore_index: int | None, targets: Tensor) -> None:
+    if not targets.is_cuda:  # on a GPU, looking would wait for the device
+        checks.label_range(targets, classes, ignore_index)
+
+
 def first_batch(name: str, loader: DataLoader[Any]) -> Batch:
-    """Some batch, to see what they are like; the loader goes on as if nobody had looked."""
-    own = loader.generator
-    before = own and own.get_state()
+    """Some batch, to see what they are like. What torch draws for it, it will draw again."""
+    before = [(own, own.get_state()) for own in _generators(loader)]
     with torch.random.fork_rng(devices=[]):
         batch = next(iter(loader), None)
-    if own is not None and before is not None:
-        own.set_state(before)
+    for own, state in before:
+        own.set_state(state)
     if batch is None:
         raise ValueError(f"{name} must hold at least one batch. Got an empty DataLoader.")
     return checks.pair(name, batch)
+
+
+def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Those that decide its order."""
+    samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+    found = [loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
+    return [own for own in found if isinstance(own, torch.Generator)]
 
 
 Source = Resident | Loaded

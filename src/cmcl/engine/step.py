@@ -151,7 +151,7 @@ def _measure(
 ) -> OracleLoss:
     loss = confident_oracle_loss(logits, targets, **objective, ignore_index=ignore_index)
     if tally is not None:
-        count(tally, loss, logits, targets, beta=objective["beta"])
+        count(tally, loss, logits, targets, beta=objective["beta"], ignore_index=ignore_index)
     return loss
 
 

@@ -70,28 +70,42 @@ class Tally:
 
 
 @torch.no_grad()
-def count(tally: Tally, loss: OracleLoss, logits: Tensor, targets: Tensor, *, beta: float) -> None:
-    """Add one batch. `targets` are classes (B,), or anything else for dense outputs."""
+def count(
+    tally: Tally,
+    loss: OracleLoss,
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    beta: float,
+    ignore_index: int | None = None,
+) -> None:
+    """Add one batch. `targets` are classes (B,), or anything else for dense outputs.
+
+    Examples that count for nothing, wholly ignored ones, are nobody's to win.
+    """
     v = loss.assignment  # (M, B)
+    lost = ~v
+    if ignore_index is not None:
+        counted = (targets != ignore_index).reshape(len(targets), -1).any(1)  # (B,)
+        v, lost = v & counted, lost & counted
     log_p = logits.float().log_softmax(2).clamp(min=-1e4)  # a class masked out by -inf has 0 * -inf else
     entropy = -(log_p.exp() * log_p).sum(2).reshape(*v.shape, -1).mean(2)  # (M, B)
-    silent = (~v).sum().clamp(min=1)
     batch = v.shape[1]
     values = [
         loss.total.new_ones(()),
         loss.total,
         loss.task.where(v, 0).sum() / batch,
-        loss.kl.where(~v, 0).sum() / batch,
-        entropy.where(v, 0).sum() / v.sum(),
-        entropy.where(~v, 0).sum() / silent,
+        loss.kl.where(lost, 0).sum() / batch,
+        entropy.where(v, 0).sum() / v.sum().clamp(min=1),
+        entropy.where(lost, 0).sum() / lost.sum().clamp(min=1),
     ]
     tally.sums[: len(BATCH)] += torch.stack(values) * batch
     if len(tally.seen) == 1:  # not by class
         tally.wins.add_(v.double().sum(1, keepdim=True))
-        tally.seen.add_(batch)
+        tally.seen.add_(batch if ignore_index is None else counted.sum())
     else:
         tally.wins.index_add_(1, targets.long(), v.double())
         tally.seen.index_add_(0, targets.long(), torch.ones(batch, dtype=torch.float64, device=v.device))
-    used = torch.where(v, loss.task, loss.kl if beta else torch.zeros_like(loss.kl))  # (M, B)
+    used = torch.where(loss.assignment, loss.task, loss.kl if beta else torch.zeros_like(loss.kl))  # (M, B)
     finite = used.isfinite().all(1)  # (M,)
     tally.bad.copy_(torch.minimum(tally.bad, torch.where(finite, torch.inf, tally.sums[len(BATCH)])))

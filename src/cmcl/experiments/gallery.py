@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from .. import metrics
-from ..data.dataset import IGNORE, Dataset
+from ..data.dataset import Dataset, counting, ignored
 from ..ensemble import Ensemble
 from ..files import replacing
 from .measure import predict
@@ -68,7 +68,7 @@ def _scenes(probs: Tensor, test: Dataset) -> Tensor:
 
 def _pixel_errors(probs: Tensor, targets: Tensor) -> Tensor:
     """Share of wrong pixels, (M, N)."""
-    counts = targets != IGNORE
+    counts = counting(targets, ignored(targets, probs.shape[2]))
     wrong = (probs.max(2).indices != targets) & counts
     return wrong.flatten(2).sum(2) / counts.flatten(1).sum(1).clamp(min=1)
 
@@ -112,7 +112,7 @@ def _scene(folder: Path, i: int, probs: Tensor, target: Tensor, picture: Tensor)
 def _grey(labels: Tensor, classes: int) -> Tensor:
     """Classes as shades from black to white; pixels without a class in between."""
     shades = (labels.double() * 255 / (classes - 1)).clamp(0, 255)
-    return shades.where(labels != IGNORE, 128.0).to(torch.uint8)[None]
+    return shades.where(counting(labels, ignored(labels, classes)), 128.0).to(torch.uint8)[None]
 
 
 def _save(path: Path, picture: Tensor) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import metrics
-from ..data.dataset import Dataset, ignored
+from ..data.dataset import Dataset, counting, ignored
 from ..ensemble import Ensemble
 
 BINS = 50  # of an entropy histogram, from 0 to log C
@@ -84,7 +84,7 @@ def _calibration(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[
     summary = metrics.summary(probs, targets, outside=unseen, bins=RELIABILITY_BINS, ignore_index=ignore)
     names = [name for name in ("nll", "brier", "aurc", "auroc", "fpr95") if name in summary]
     confidence, answer = probs.mean(0).max(1)
-    counts = torch.ones_like(targets, dtype=torch.bool) if ignore is None else targets != ignore
+    counts = counting(targets, ignore)
     right = (answer == targets)[counts]
     confidence = confidence[counts].clamp(0, 1)
     risk = metrics.risk_coverage(confidence, right)[1]

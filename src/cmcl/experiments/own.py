@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..data import from_arrays
 from ..data.checksum import tensor_checksum
-from ..data.dataset import Dataset
+from ..data.dataset import IGNORE, Dataset
 from ..engine import Options, Result
 from ..engine.admission import fitting
 from ..ensemble import Ensemble
@@ -44,6 +45,7 @@ def record(
     seed: int = 0,
     outside: Dataset | Tensor | None = None,
     options: Options | None = None,
+    ignore_index: int | None = None,
 ) -> Record:
     """Measure an ensemble that `fit` trained; leave record.json and ensemble/ in its run folder.
 
@@ -55,9 +57,10 @@ def record(
         test: inputs that it has not learned, with their targets: a `Dataset`, or (inputs, targets).
         recipe, result, seed, options: what `fit` was given and what it returned.
         outside: inputs of a kind that it has never seen.
+        ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is one anyway.
     """
     folder, recipe = Path(folder), fitting(recipe, ensemble)
-    data = test if isinstance(test, Dataset) else _data(*test)
+    data = test if isinstance(test, Dataset) else _data(*test, ignore_index)
     unseen = Inputs(outside, outside) if isinstance(outside, Tensor) else outside
     made = Record(
         name=folder.name,
@@ -95,18 +98,28 @@ def described(members: nn.ModuleList) -> dict[str, Any]:
 
 
 def _parts(member: nn.Module) -> list[Any]:
-    """Its layers by name and class, and the shapes of its state."""
-    layers = [[name, type(module).__name__] for name, module in member.named_modules()]
-    state = [
-        [key, list(value.shape)] for key, value in member.state_dict().items() if isinstance(value, Tensor)
-    ]
-    return [layers, state]
+    """Its layers by name, class and what they print of themselves, and the shapes of its parameters."""
+    layers = [[name, type(part).__name__, part.extra_repr()] for name, part in member.named_modules()]
+    return [layers, [[key, list(value.shape)] for key, value in member.named_parameters()]]
 
 
-def _data(inputs: Tensor, targets: Tensor) -> Dataset | Inputs:
+def _counted(inputs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The examples that count, with 255 in the place of pixels that do not."""
+    checks.ignorable(ignore_index, targets)
+    counts = targets != ignore_index
+    if targets.ndim == 1:
+        return inputs[counts], targets[counts]
+    if ignore_index != IGNORE and (targets[counts] >= IGNORE).any():
+        raise ValueError(f"classes of pixels must be below {IGNORE} where some are ignored. Got higher ones.")
+    return inputs, targets.long().where(counts, IGNORE)
+
+
+def _data(inputs: Tensor, targets: Tensor, ignore_index: int | None) -> Dataset | Inputs:
     """Images as a set of images, and everything else as it is."""
     inputs, targets = torch.as_tensor(inputs), torch.as_tensor(targets)
     if len(inputs) != len(targets):
         raise ValueError(f"test must hold a target for each of {len(inputs)} inputs. Got {len(targets)}.")
+    if ignore_index is not None:
+        inputs, targets = _counted(inputs, targets, ignore_index)
     is_picture = inputs.ndim == 4 and inputs.shape[1] in CHANNELS and inputs.dtype in PIXELS
     return from_arrays(inputs, targets, split="test") if is_picture else Inputs(inputs, targets)
