@@ -108,6 +108,11 @@ class TestTrain:
         assert cmcl(*words, tmp_path / "third", "--resume")[0] == 2
         assert cmcl(*words, tmp_path / "first", "--resume")[0] == 0  # the run itself is only measured again
         assert path.read_bytes() == before
+        other = json.loads(before)
+        other["calibration"]["ece"] = 50.0  # as another version would have measured it
+        path.write_text(json.dumps(other))
+        assert cmcl(*words, tmp_path / "first", "--resume")[0] == 0
+        assert path.read_bytes() == before
         path.write_text("damaged")
         assert cmcl(*words, tmp_path / "second")[0] == 0
         assert Record.read(path) is not None

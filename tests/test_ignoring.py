@@ -149,6 +149,45 @@ def test_a_task_reads_integer_targets_of_any_shape():
     assert identical(weights(ours), weights(theirs))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int64])
+def test_targets_of_any_integer_type(dtype):
+    images, targets = masks(0)
+    first, ours, theirs = pixels(), pixels(), pixels()
+    assert identical(weights(first), weights(ours))
+    fit(ours, (images, targets.to(dtype)), recipe=PIXELS, options=QUIET)
+    fit(theirs, (images, targets), recipe=PIXELS, options=QUIET)
+    assert identical(weights(ours), weights(theirs))
+
+
+class TestRecorded:
+    def test_data_sets_have_a_value_of_their_own(self, tmp_path):
+        images, targets = masks(0)
+        ensemble, given = pixels(), {"recipe": PIXELS, "ignore_index": 0}
+        result = fit(ensemble, (images, targets), **given, options=QUIET)
+        with pytest.raises(TypeError, match="test must be .* for ignore_index. Got a Dataset"):
+            cmcl.record(tmp_path, ensemble, cmcl.data.from_arrays(images, targets), result=result, **given)
+
+    def test_where_255_is_a_class_nothing_can_be_ignored(self, tmp_path):
+        images, targets = masks(-1)
+        ensemble, given = Ensemble(lambda: nn.Conv2d(1, 300, 1), 2), {"recipe": PIXELS, "ignore_index": -1}
+        result = fit(ensemble, (images, targets), **given, options=QUIET)
+        with pytest.raises(ValueError, match="classes must be at most 255 .*Got 300"):
+            cmcl.record(tmp_path, ensemble, (images, targets), result=result, **given)
+
+
+def test_nothing_to_score_is_told_before_the_first_step(monkeypatch):
+    monkeypatch.setattr(cmcl.engine.run.Run, "go", lambda *_: pytest.fail("it began to train"))
+    images, targets = masks(-1)
+    given = {"recipe": PIXELS, "ignore_index": -1, "options": QUIET}
+    with pytest.raises(ValueError, match="test must fit .*must hold more than ignore_index"):
+        fit(pixels(), (images, targets), test=(images, torch.full_like(targets, -1)), **given)
+    images, targets = data()
+    wrong = targets.clone()
+    wrong[3], wrong[5] = 77, 255  # the highest of those that count is wrong
+    with pytest.raises(ValueError, match="test must fit .*Got 0 to 77"):
+        fit(apart(), (images, targets), test=(images, wrong), recipe=LINEAR, ignore_index=255)
+
+
 def test_a_task_reads_integer_targets_of_pixels_that_are_several():
     images, labels = torch.randn(8, 1, 6, 6), torch.randint(2, (8, 3, 6, 6))
 
@@ -161,20 +200,21 @@ def test_a_task_reads_integer_targets_of_pixels_that_are_several():
     assert identical(weights(ours), weights(theirs))
 
 
-def test_nobody_wins_what_counts_for_nothing():
-    """With everything else as it is, win rates are those among the examples that count."""
+@pytest.mark.parametrize("batch", [1, None])
+def test_nobody_wins_what_counts_for_nothing(batch):
+    """With everything else as it is, win rates and entropies are those of the examples that count."""
     images, targets = data()
-    recipe = replace(LINEAR, members=3, epochs=1, batch_size=len(images))
+    recipe = replace(LINEAR, members=3, epochs=1, lr=1e-12)
     rows = []
     for hidden in (0, 30):
         torch.manual_seed(0)
         ensemble = Ensemble(lambda: nn.Sequential(nn.Flatten(), nn.Linear(25, CLASSES)), 3)
         void = torch.cat([targets, targets.new_full((hidden,), -1)])
         more = torch.cat([images, images[:hidden]])
-        whole = replace(recipe, batch_size=len(more))
-        rows += fit(ensemble, (more, void), recipe=whole, ignore_index=-1, options=QUIET).rows
+        one = replace(recipe, batch_size=batch or len(more))
+        rows += fit(ensemble, (more, void), recipe=one, ignore_index=-1, options=QUIET).rows
     for key in ("win_rates", "winners_entropy", "losers_entropy"):
-        assert rows[0][key] == pytest.approx(rows[1][key])
+        assert rows[0][key] == pytest.approx(rows[1][key], rel=1e-5)
     assert sum(rows[1]["win_rates"]) == pytest.approx(1)
 
 
@@ -230,6 +270,16 @@ def test_what_was_learned_is_kept_when_scoring_fails(tmp_path, monkeypatch):
     assert [(row["epoch"], row["seed"], row["loss"]) for row in kept] == [
         (row["epoch"], row["seed"], row["loss"]) for row in whole
     ]
+
+
+def test_what_was_learned_is_kept_when_telemetry_cannot_be_written(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(cmcl.engine.telemetry.Telemetry, "write", broken)
+    with pytest.raises(OSError, match="gone"):
+        fit(apart(), data(), recipe=LINEAR, out=tmp_path, options=replace(QUIET, checkpoint_seconds=1e9))
+    assert list((tmp_path / "checkpoints").glob("step-00000005-*"))
 
 
 def test_no_worker_outlives_the_run():

@@ -117,6 +117,18 @@ def test_like_networks_are_compared(tmp_path):
     low, high = (described(nn.ModuleList([nn.Dropout(p)]))["digest"] for p in (0.1, 0.9))
     assert low != high, "same layers, otherwise set"
 
+    class Called(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.f = lambda: None
+
+        def extra_repr(self):
+            return str(self.f)  # with its address
+
+    one, other = Called(), Called()
+    assert str(one) != str(other)
+    assert described(nn.ModuleList([one])) == described(nn.ModuleList([other]))
+
 
 def test_records_of_before_are_compared_among_themselves(tmp_path):
     cmcl_, ie = (recorded(tmp_path / method, network, method) for method in ("cmcl", "ie"))

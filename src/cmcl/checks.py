@@ -105,7 +105,7 @@ def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) 
         return
     numbers = targets.long() if targets.dtype in UNSIGNED else targets  # of which torch knows no extremes
     low, high = (numbers if ignore_index is None else numbers.where(numbers != ignore_index, 0)).aminmax()
-    if low < 0 or high >= classes:
+    if int(low) < 0 or int(high) >= classes:  # as ints: a narrow type would take 300 for another number
         counted = numbers if ignore_index is None else numbers[numbers != ignore_index]
         raise ValueError(
             f"targets must be between 0 and {classes - 1} (classes on axis 2 of logits). "

@@ -188,10 +188,14 @@ def _refuse_old(folder: Path, recipe: "Recipe") -> None:
 def _refuse_recorded(results: Path, folder: Path, name: str, recipe: "Recipe", seeds: Sequence[int]) -> None:
     """No run may take the place of another that is recorded: which of the two counts is no choice."""
     from ..experiments.records import Record, file_name
+    from ..experiments.run import same_training
 
-    own = [Record.read(path) for path in folder.glob("**/record.json")]  # that may be measured again
+    own = [found for path in folder.glob("**/record.json") if (found := Record.read(path))]
     for path in (results / "records" / file_name(name, recipe.hash, seed) for seed in seeds):
-        if (record := Record.read(path)) is not None and record.complete and record not in own:
+        record = Record.read(path)
+        if record is None or not record.complete:
+            continue
+        if not any(same_training(record, other) for other in own):  # the run itself may be measured again
             raise ValueError(
                 f"{path} must not be there yet. It is the record of this very run, trained before. Name "
                 "another --results or --seed, leave out --results, or move it away."

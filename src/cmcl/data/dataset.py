@@ -167,8 +167,9 @@ def _check_targets(targets: Tensor, images: Tensor, source: str) -> None:
 
 def ignored(targets: Tensor, classes: int) -> int | None:
     """The target that counts for nothing: 255 of pixels, unless there are so many classes that it is one."""
-    of_pixels = targets.ndim > 1 and not targets.is_floating_point()
-    return IGNORE if of_pixels and classes <= IGNORE else None
+    if targets.ndim == 1 or targets.is_floating_point() or targets.dtype == torch.bool:
+        return None
+    return IGNORE if classes <= IGNORE <= torch.iinfo(targets.dtype).max else None
 
 
 def counting(targets: Tensor, nothing: int | None) -> Tensor:

@@ -108,7 +108,7 @@ def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | 
             two = _extremes(targets, IGNORE if isinstance(ignore_index, str) else ignore_index)
             probs, looked = ensemble.predict(images[two]).member_probs.cpu(), targets[two].cpu()
             ignore = resolved(ignore_index, looked, probs.shape[2], dense=looked.ndim > 1)
-            if counting(looked, ignore).any():  # else there is nothing to score among the two
+            if not isinstance(data, DataLoader) or counting(looked, ignore).any():  # later batches may count
                 errors(probs, looked, ignore)
     except torch.OutOfMemoryError:
         raise
@@ -121,5 +121,7 @@ def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | 
 def _extremes(targets: Tensor, ignore: int | None) -> list[int]:
     """Positions of the lowest and the highest class; of pixels, of images where some count."""
     if targets.ndim == 1:
-        return [int(targets.long().argmin()), int(targets.long().argmax())]
+        counted = counting(targets, ignore).nonzero().flatten()
+        own = targets[counted].long()
+        return [int(counted[own.argmin()]), int(counted[own.argmax()])] if len(own) else [0]
     return counting(targets, ignore).flatten(1).any(1).nonzero().flatten()[:2].tolist() or [0]

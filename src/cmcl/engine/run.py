@@ -69,7 +69,7 @@ class Run:
         answers = first_answers(ensembles[0], images[:2].to(self.device))  # (M, 2, C, ...)
         classes = answers.shape[2]
         self.ignore_given = ignore_index
-        of_pixels = answers.ndim > 3 and targets.shape[1:] == answers.shape[3:]
+        of_pixels = answers.ndim > 3 and (task is None or targets.shape[1:] == answers.shape[3:])
         self.ignore_index = resolved(ignore_index, targets, classes, dense=of_pixels)
         if task is None and not targets.is_floating_point():  # on a GPU a wrong label would end it all
             checks.label_range(targets, classes, self.ignore_index)
@@ -154,13 +154,14 @@ class Run:
                 tell(f"{self._whose(seed)}{alarm.warning(dead)}")
             rows.append(row)
         try:
-            if state.step == self.steps or (every and epochs % every == 0):
-                self._look(rows)
+            try:
+                if state.step == self.steps or (every and epochs % every == 0):
+                    self._look(rows)
+            finally:
+                self._write(rows)
         except Exception:  # what was learned is kept all the same
-            self._write(rows)
             self.keeper.save()
             raise
-        self._write(rows)
 
     def _look(self, rows: list[dict[str, Any]]) -> None:
         """Put scores into the rows of the repeats."""

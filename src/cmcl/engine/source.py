@@ -195,7 +195,7 @@ def first_batch(name: str, loader: DataLoader[Any]) -> Batch:
 
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     """Those that decide its order."""
-    samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     found = [loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
     return [own for own in found if isinstance(own, torch.Generator)]
 

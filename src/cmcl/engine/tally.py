@@ -49,6 +49,9 @@ class Tally:
         examples, steps = max(named.pop("examples"), 1.0), max(named.pop("steps"), 1.0)
         row: dict[str, Any] = {name: named[name] / (steps if name in STEP else examples) for name in named}
         wins = wins.reshape(self.wins.shape)  # (M, C)
+        won, lost = wins.sum(), len(wins) * seen.sum() - wins.sum()
+        row["winners_entropy"] = named["winners_entropy"] / max(won.item(), 1.0)
+        row["losers_entropy"] = named["losers_entropy"] / max(lost.item(), 1.0)
         row["win_rates"] = (wins.sum(1) / seen.sum().clamp(min=1)).tolist()
         if len(seen) > 1:
             row["win_rates_by_class"] = (wins / seen.clamp(min=1)).tolist()
@@ -96,8 +99,8 @@ def count(
         loss.total,
         loss.task.where(v, 0).sum() / batch,
         loss.kl.where(lost, 0).sum() / batch,
-        entropy.where(v, 0).sum() / v.sum().clamp(min=1),
-        entropy.where(lost, 0).sum() / lost.sum().clamp(min=1),
+        entropy.where(v, 0).sum() / batch,
+        entropy.where(lost, 0).sum() / batch,
     ]
     tally.sums[: len(BATCH)] += torch.stack(values) * batch
     if len(tally.seen) == 1:  # not by class

@@ -1,6 +1,7 @@
 """A run of your own, measured: what `cmcl report` shows of named recipes, for any network and any inputs."""
 
 import json
+import re
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +25,7 @@ from .records import Record
 
 PIXELS = (torch.uint8, torch.float32)
 CHANNELS = (1, 3, 4)  # that can be drawn
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, which is another in every process
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def record(
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is one anyway.
     """
     folder, recipe = Path(folder), fitting(recipe, ensemble)
+    if ignore_index is not None:
+        _check_ignored(ensemble, test)
     data = test if isinstance(test, Dataset) else _data(*test, ignore_index)
     unseen = Inputs(outside, outside) if isinstance(outside, Tensor) else outside
     made = Record(
@@ -99,8 +103,20 @@ def described(members: nn.ModuleList) -> dict[str, Any]:
 
 def _parts(member: nn.Module) -> list[Any]:
     """Its layers by name, class and what they print of themselves, and the shapes of its parameters."""
-    layers = [[name, type(part).__name__, part.extra_repr()] for name, part in member.named_modules()]
+    layers = [
+        [name, type(part).__name__, ADDRESS.sub("", part.extra_repr())]
+        for name, part in member.named_modules()
+    ]
     return [layers, [[key, list(value.shape)] for key, value in member.named_parameters()]]
+
+
+def _check_ignored(ensemble: Ensemble, test: Dataset | tuple[Tensor, Tensor]) -> None:
+    """Records know one value that counts for nothing, 255 of pixels."""
+    if isinstance(test, Dataset):
+        raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
+    inputs, targets = test
+    if targets.ndim > 1 and (classes := ensemble.predict(inputs[:1]).probs.shape[1]) > IGNORE:
+        raise ValueError(f"classes must be at most {IGNORE} where some pixels are ignored. Got {classes}.")
 
 
 def _counted(inputs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -109,8 +125,6 @@ def _counted(inputs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor
     counts = targets != ignore_index
     if targets.ndim == 1:
         return inputs[counts], targets[counts]
-    if ignore_index != IGNORE and (targets[counts] >= IGNORE).any():
-        raise ValueError(f"classes of pixels must be below {IGNORE} where some are ignored. Got higher ones.")
     return inputs, targets.long().where(counts, IGNORE)
 
 

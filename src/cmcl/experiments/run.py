@@ -160,6 +160,11 @@ def _trained(folder: Path, record: Path, result: Result, now: dict[str, Any]) ->
     return spent | environment.summary(found)
 
 
+def same_training(one: Record, other: Record) -> bool:
+    """Whether two records tell of the same weights; what was measured of them may differ."""
+    return all(getattr(one, key) == getattr(other, key) for key in ("seed", "together", *TRAINED))
+
+
 def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Path | None = None) -> Sets:
     """The data of a recipe, preprocessed once and kept."""
     if recipe.data is None:
