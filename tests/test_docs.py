@@ -14,7 +14,7 @@ for name in ("matplotlib", "altair", "vl_convert", "jinja2", "onnxruntime"):  # 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-DOCUMENTS = sorted({*ROOT.glob("*.md"), *PAGES, *ROOT.glob("*/README.md")})
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *PAGES, *ROOT.glob("[!.]*/README.md")})  # not of caches
 # Pages whose snippets another test runs, or compares with what they give.
 ELSEWHERE = {"training.md": "test_train.py", "networks.md": "test_networks.py", "commands.md": "test_cli.py"}
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
