@@ -117,7 +117,8 @@ class TestPixels:
         result = fit(
             ensemble, (images, targets), recipe=PIXELS, test=(images, targets), options=QUIET, **named
         )
-        record = cmcl.record(tmp_path, ensemble, (images, targets), recipe=PIXELS, result=result, **named)
+        test = images.numpy(), targets.numpy()  # arrays will do
+        record = cmcl.record(tmp_path, ensemble, test, recipe=PIXELS, result=result, **named)
         assert record.errors["expected"]["top1"] == pytest.approx(result.scores[0]["top1"])
 
     def test_a_run_is_resumed_with_the_same(self, tmp_path):
@@ -127,33 +128,35 @@ class TestPixels:
 
 
 def test_examples_without_a_label():
-    """They add nothing, so without sharing of a batch it is as if they were not there."""
+    """They are scored as if they were not there."""
     images, targets = data()
     targets[::2] = -1
     ensemble = apart()
-    result = fit(ensemble, (images, targets), recipe=LINEAR, test=(images, targets), ignore_index=-1)
+    result = fit(
+        ensemble, (images, targets), recipe=LINEAR, test=(images, targets), ignore_index=-1, options=QUIET
+    )
     assert result.scores == [evaluate(ensemble, (images[1::2], targets[1::2]))]
 
 
-def test_a_task_reads_integer_targets_of_any_shape():
+@pytest.mark.parametrize("of_pixels", [False, True])
+def test_a_task_reads_integer_targets_of_any_shape(of_pixels):
     """Several labels at once: 0 or 1 for each class."""
-    images, _ = data()
-    labels = torch.randint(2, (len(images), CLASSES))
+    build, recipe, images = (pixels, PIXELS, masks(0)[0]) if of_pixels else (apart, LINEAR, data()[0])
+    ours, theirs = build(), build()
+    labels = torch.randint(2, ours(images).shape[1:])
 
     def task(logits, targets):
         return F.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none").mean(1)
 
-    ours, theirs = apart(), apart()
-    fit(ours, (images, labels), recipe=LINEAR, task=task, options=QUIET)
-    fit(theirs, (images, labels.float()), recipe=LINEAR, task=task, options=QUIET)
+    fit(ours, (images, labels), recipe=recipe, task=task, options=QUIET)
+    fit(theirs, (images, labels.float()), recipe=recipe, task=task, options=QUIET)
     assert identical(weights(ours), weights(theirs))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int64])
 def test_targets_of_any_integer_type(dtype):
     images, targets = masks(0)
-    first, ours, theirs = pixels(), pixels(), pixels()
-    assert identical(weights(first), weights(ours))
+    ours, theirs = pixels(), pixels()
     fit(ours, (images, targets.to(dtype)), recipe=PIXELS, options=QUIET)
     fit(theirs, (images, targets), recipe=PIXELS, options=QUIET)
     assert identical(weights(ours), weights(theirs))
@@ -186,18 +189,9 @@ def test_nothing_to_score_is_told_before_the_first_step(monkeypatch):
     wrong[3], wrong[5] = 77, 255  # the highest of those that count is wrong
     with pytest.raises(ValueError, match="test must fit .*Got 0 to 77"):
         fit(apart(), (images, targets), test=(images, wrong), recipe=LINEAR, ignore_index=255)
-
-
-def test_a_task_reads_integer_targets_of_pixels_that_are_several():
-    images, labels = torch.randn(8, 1, 6, 6), torch.randint(2, (8, 3, 6, 6))
-
-    def task(logits, targets):
-        return F.binary_cross_entropy_with_logits(logits, targets.float(), reduction="none").mean(1)
-
-    ours, theirs = pixels(), pixels()
-    fit(ours, (images, labels), recipe=PIXELS, task=task, options=QUIET)
-    fit(theirs, (images, labels.float()), recipe=PIXELS, task=task, options=QUIET)
-    assert identical(weights(ours), weights(theirs))
+    wrong[3] = 0
+    with pytest.raises(ValueError, match="test must fit .*Got 0 to 255"):  # of images it is a label
+        fit(apart(), (images, targets), test=(images, wrong), recipe=LINEAR)
 
 
 @pytest.mark.parametrize("batch", [1, None])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64, torch.bool)
+NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)  # of which torch finds no lowest and highest
 
 
 def members(logits: Tensor) -> int:
@@ -103,7 +103,7 @@ def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) 
     """Labels must be classes of the networks, or the one that is ignored."""
     if not targets.numel():
         return
-    numbers = targets.long() if targets.dtype in UNSIGNED else targets  # of which torch knows no extremes
+    numbers = targets.long() if targets.dtype in NO_EXTREMES else targets
     low, high = (numbers if ignore_index is None else numbers.where(numbers != ignore_index, 0)).aminmax()
     if int(low) < 0 or int(high) >= classes:  # as ints: a narrow type would take 300 for another number
         counted = numbers if ignore_index is None else numbers[numbers != ignore_index]

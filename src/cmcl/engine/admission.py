@@ -105,7 +105,7 @@ def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | 
     cuda = [p.device for p in ensemble.parameters() if p.is_cuda][:1]
     try:
         with torch.random.fork_rng(cuda):  # masks may be drawn at test time
-            two = _extremes(targets, IGNORE if isinstance(ignore_index, str) else ignore_index)
+            two = _extremes(targets, ignore_index)
             probs, looked = ensemble.predict(images[two]).member_probs.cpu(), targets[two].cpu()
             ignore = resolved(ignore_index, looked, probs.shape[2], dense=looked.ndim > 1)
             if not isinstance(data, DataLoader) or counting(looked, ignore).any():  # later batches may count
@@ -118,8 +118,10 @@ def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | 
         ) from error
 
 
-def _extremes(targets: Tensor, ignore: int | None) -> list[int]:
+def _extremes(targets: Tensor, ignore_index: int | str | None) -> list[int]:
     """Positions of the lowest and the highest class; of pixels, of images where some count."""
+    by_itself = IGNORE if targets.ndim > 1 else None  # a wrong label of an image must be seen, 255 too
+    ignore = by_itself if isinstance(ignore_index, str) else ignore_index
     if targets.ndim == 1:
         counted = counting(targets, ignore).nonzero().flatten()
         own = targets[counted].long()

@@ -62,9 +62,9 @@ def record(
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is one anyway.
     """
     folder, recipe = Path(folder), fitting(recipe, ensemble)
-    if ignore_index is not None:
-        _check_ignored(ensemble, test)
-    data = test if isinstance(test, Dataset) else _data(*test, ignore_index)
+    if isinstance(test, Dataset) and ignore_index is not None:
+        raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
+    data = test if isinstance(test, Dataset) else _data(ensemble, *test, ignore_index)
     unseen = Inputs(outside, outside) if isinstance(outside, Tensor) else outside
     made = Record(
         name=folder.name,
@@ -110,30 +110,23 @@ def _parts(member: nn.Module) -> list[Any]:
     return [layers, [[key, list(value.shape)] for key, value in member.named_parameters()]]
 
 
-def _check_ignored(ensemble: Ensemble, test: Dataset | tuple[Tensor, Tensor]) -> None:
-    """Records know one value that counts for nothing, 255 of pixels."""
-    if isinstance(test, Dataset):
-        raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
-    inputs, targets = test
-    if targets.ndim > 1 and (classes := ensemble.predict(inputs[:1]).probs.shape[1]) > IGNORE:
-        raise ValueError(f"classes must be at most {IGNORE} where some pixels are ignored. Got {classes}.")
-
-
-def _counted(inputs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The examples that count, with 255 in the place of pixels that do not."""
+def _counted(ensemble: Ensemble, inputs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The examples that count, with 255 in the place of pixels that do not: the value that records know."""
     checks.ignorable(ignore_index, targets)
     counts = targets != ignore_index
     if targets.ndim == 1:
         return inputs[counts], targets[counts]
+    if (classes := ensemble.predict(inputs[:1]).probs.shape[1]) > IGNORE:
+        raise ValueError(f"classes must be at most {IGNORE} where some pixels are ignored. Got {classes}.")
     return inputs, targets.long().where(counts, IGNORE)
 
 
-def _data(inputs: Tensor, targets: Tensor, ignore_index: int | None) -> Dataset | Inputs:
+def _data(ensemble: Ensemble, inputs: Tensor, targets: Tensor, ignore_index: int | None) -> Dataset | Inputs:
     """Images as a set of images, and everything else as it is."""
     inputs, targets = torch.as_tensor(inputs), torch.as_tensor(targets)
     if len(inputs) != len(targets):
         raise ValueError(f"test must hold a target for each of {len(inputs)} inputs. Got {len(targets)}.")
     if ignore_index is not None:
-        inputs, targets = _counted(inputs, targets, ignore_index)
+        inputs, targets = _counted(ensemble, inputs, targets, ignore_index)
     is_picture = inputs.ndim == 4 and inputs.shape[1] in CHANNELS and inputs.dtype in PIXELS
     return from_arrays(inputs, targets, split="test") if is_picture else Inputs(inputs, targets)
