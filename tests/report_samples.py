@@ -26,7 +26,7 @@ def made_record(name, seed=0, *, top1=10.0, oracle=4.0, classes=10, recipe=None,
         entropy["test"] = [low] * m
     else:
         entropy |= {"specialised": [low] * m, "other": [high if shy else low] * m}
-        entropy |= {"outside": [high if shy else low] * m, "averaged_outside": high}
+        entropy |= {"outside": [high if shy else low] * m, "averaged_outside": high if shy else low}
     known = [[95.0 if recipe.method == "ie" or c % m == i else 5.0 for c in range(classes)] for i in range(m)]
     fields = dict(
         name=name,

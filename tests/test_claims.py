@@ -168,6 +168,15 @@ def test_figure_2_needs_data_from_outside():
     assert {v.where: v.status for v in judge(inside)}["figure 2"] == UNMEASURED
 
 
+def test_figure_2c_is_of_the_averaged_answer():
+    """Sure members that contradict each other are an unsure ensemble."""
+    record = made_record("cifar10-cnn-ie-adversarial")
+    sure, unsure = record.entropy["outside"][0], record.entropy["outside"][0][::-1]
+    for averaged, holds in ((sure, True), (unsure, False)):
+        changed = replace(record, entropy=record.entropy | {"averaged_outside": averaged})
+        assert verdict([changed], "figure 2").parts[-1].holds is holds
+
+
 def test_shortened_runs_are_no_evidence():
     short = [replace(record, full_length=False) for record in whole_paper(1)]
     assert {found.status for found in judge(short)} == {UNMEASURED}

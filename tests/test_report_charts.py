@@ -80,6 +80,21 @@ def test_entropies_by_hand():
     assert [s.name for s in figure.legend] == ["own classes", "other classes"]
 
 
+def test_entropies_of_the_averaged_answer():
+    """As the paper draws its independent ensemble, beside the members of the others."""
+    entropy = {"bins": 2, "largest": 2.0, "averaged": [3, 1], "averaged_outside": [1, 4]}
+    entropy |= {"specialised": [[4, 0]] * 5, "other": [[4, 0]] * 5, "outside": [[9, 0]] * 5}
+    names = ("cifar10-cnn-mcl", "cifar10-cnn-ie-adversarial")
+    records = [(name, made_record(name, entropy=entropy, outside="svhn")) for name in names]
+    figure = charts.entropies("f", "t", records, averaged=["ie"])
+    mcl, ie = ({p["group"] for p in values(panel)} for panel in figure.panels)
+    assert mcl == {"own classes", "other classes", "SVHN"}
+    assert ie == {"test images", "SVHN"}
+    assert {"from": 1.0, "to": 2.0, "group": "SVHN", "share": 80.0} in values(figure.panels[1])
+    assert "averaged answer" in figure.caption
+    assert "averaged answer" not in charts.entropies("f", "t", records).caption
+
+
 def test_reliability_leaves_out_empty_bins():
     figure = charts.reliability("f", "t", [("a", made_record("digits-ie"))])
     points = [p for layer in (1, 2) for p in values(figure.panels[0], layer)]

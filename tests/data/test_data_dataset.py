@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cmcl.data import Dataset, load, load_recipe, split_validation
-from cmcl.data.dataset import hold_out
+from cmcl.data.dataset import hold_out, spread
 
 
 def tiny(n=6, classes=3):
@@ -24,6 +24,15 @@ def test_length_items_slices_and_subsets():
     assert data.subset([5, 0]).images[:, 0, 0, 0].tolist() == [20, 0]
     assert data.subset(data.targets == 1).images[:, 0, 0, 0].tolist() == [4, 16]
     assert len(data.subset([])) == 0
+
+
+def test_a_few_from_all_over():
+    targets = torch.arange(4).repeat_interleave(25)  # sorted by class, as folders are
+    data = Dataset(torch.zeros(100, 1, 2, 2, dtype=torch.uint8), targets, ("a", "b", "c", "d"))
+    assert spread(data, 8).targets.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [len(spread(data, count)) for count in (1, 7, 99)] == [1, 7, 99]
+    assert spread(data, None) is data
+    assert spread(data, 100) is spread(data, 1000) is data
 
 
 def test_subset_carries_its_groups():

@@ -46,7 +46,7 @@ def evaluate(
     data: Data = None,
     option: DataOption = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="The first so many images of each set only.")
+        int | None, typer.Option(min=1, help="Only so many images of each set, from all over it.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Images at a time.")] = 250,
     network: OwnNetwork = None,
@@ -60,6 +60,7 @@ def evaluate(
     and how well it tells the two apart (AUROC).
     """
     from ..data import load
+    from ..data.dataset import spread
 
     if ood is None and (ood_root or ood_option):
         raise ValueError("--ood must name the set of --ood-root and --ood-option. Got none.")
@@ -69,8 +70,8 @@ def evaluate(
         raise ValueError(f"--data must name the set to test on: {run} does not say what it was trained on.")
     device = check_device(device)
     test = load(name, split="test", root=root, **parse_pairs(option or [], "--option"))
-    outside = None if ood is None else _load_outside(ood, ood_root, root, ood_option or [])[:limit]
-    part = test[:limit]
+    outside = None if ood is None else spread(_load_outside(ood, ood_root, root, ood_option or []), limit)
+    part = spread(test, limit)
     results = []
     for place in places:
         ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)

@@ -20,7 +20,7 @@ def reject(
     root: Root = None,
     data: Data = None,
     option: DataOption = None,
-    limit: Annotated[int | None, typer.Option(min=2, help="The first so many test images only.")] = None,
+    limit: Annotated[int | None, typer.Option(min=2, help="Only so many test images, from all over.")] = None,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Keep the threshold in a JSON file.")
     ] = None,
@@ -38,6 +38,7 @@ def reject(
     import json
 
     from ..data import load
+    from ..data.dataset import spread
     from ..rejecting import ABSTAIN, calibrate, decide
 
     check_writable(out, "--out")
@@ -49,7 +50,7 @@ def reject(
             "For inputs of another kind use cmcl.rejecting from Python."
         )
     device = check_device(device)
-    test = load(name, split="test", root=root, **parse_pairs(option or [], "--option"))[:limit]
+    test = spread(load(name, split="test", root=root, **parse_pairs(option or [], "--option")), limit)
     ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
     test = number_as(ensemble, classes_of(place), test)
     with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {name};"):

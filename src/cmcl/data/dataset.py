@@ -72,6 +72,13 @@ class Dataset:
         )
 
 
+def spread(dataset: Dataset, count: int | None) -> Dataset:
+    """So many examples from all over a set, which may be sorted by class; None: all."""
+    if count is None or count >= len(dataset):
+        return dataset
+    return dataset.subset([i * len(dataset) // count for i in range(count)])
+
+
 def split_validation(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
     """Hold out a share of every class (of every group, for segmentation): (train, validation).
 

@@ -214,7 +214,7 @@ def _figure2(found: Evidence, printed: list[float]) -> Iterator[Part]:
         ("fig2a", "MCL on own classes", "specialised", True),
         ("fig2a", "MCL on other classes", "other", True),
         ("fig2a", "MCL on SVHN", "outside", True),
-        ("fig2c", "IE with adversarial training on SVHN", "outside", True),
+        ("fig2c", "IE with adversarial training on SVHN, averaged", "averaged_outside", True),
     ):
         bound = "below a third" if sure else "above two thirds"
         text = f"{title}: median entropy {bound} of the largest"

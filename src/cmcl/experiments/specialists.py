@@ -13,8 +13,11 @@ def specialisation(record: Record) -> float:
 
 
 def pooled(record: Record, group: str) -> list[float]:
-    """The members' entropy histograms in one; empty if there is none."""
-    return [sum(counts) for counts in zip(*record.entropy.get(group, []), strict=True)]
+    """The members' entropy histograms in one, the averaged answer's as it is; empty if there is none."""
+    found = record.entropy.get(group, [])
+    if group.startswith("averaged"):
+        return list(found)
+    return [sum(counts) for counts in zip(*found, strict=True)]
 
 
 def median_entropy(histogram: Sequence[float]) -> float | None:

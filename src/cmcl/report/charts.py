@@ -3,7 +3,7 @@
 A figure is a row of small panels, which the page lays out by its width. M members, C classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from ..experiments.records import Record
 from ..experiments.specialists import median_entropy, pooled, specialisation
@@ -65,17 +65,33 @@ def heat_maps(
 
 
 ROW, TALLEST = 24, 720  # pixels: a class of a heat map, and all of them
-GROUPS = (("specialised", "own classes"), ("other", "other classes"), ("test", "test images"))
+GROUPS = {  # what a record has entropies of; None: named by the set that they come from
+    "specialised": "own classes",
+    "other": "other classes",
+    "test": "test images",
+    "outside": None,
+}
+AVERAGED = {"averaged": "test images", "averaged_outside": None}
 
 
-def entropies(id: str, title: str, records: Sequence[tuple[str, Record]]) -> Figure:
-    """Figure 2: how unsure the members are of their own classes, of others, and of what they never saw."""
+def entropies(
+    id: str, title: str, records: Sequence[tuple[str, Record]], *, averaged: Container[str] = ()
+) -> Figure:
+    """Figure 2: how unsure the members are of their own classes, of others, and of what they never saw.
+
+    Args:
+        id: of the figure.
+        title: of the figure.
+        records: a panel for each.
+        averaged: methods of which the averaged answer is shown instead, as the paper does for IE.
+    """
     alt = altair()
     panels, rows, used = [], [], []
     for label, record in records:
         top, points = record.entropy["largest"], []
-        for key, name in (*GROUPS, ("outside", data_name(record.outside))):
-            histogram = pooled(record, key)
+        groups = AVERAGED if record.recipe["method"] in averaged else GROUPS
+        for key, name in groups.items():
+            histogram, name = pooled(record, key), name or data_name(record.outside)
             if not sum(histogram):
                 continue
             used.append(name)
@@ -114,7 +130,9 @@ def entropies(id: str, title: str, records: Sequence[tuple[str, Record]]) -> Fig
         keys=2,
     )
     caption = "Entropy of the members' answers, all members together. Left is sure, right is silent."
-    if GROUPS[0][1] in used:
+    if any(record.recipe["method"] in averaged for _, record in records):
+        caption += " Of the independent ensemble it is the averaged answer's, as in the paper."
+    if GROUPS["specialised"] in used:
         caption += " Own classes: those on which a member is right for more than 90 % of the images."
     return Figure(id, title, caption, panels, numbers, legend=series(used))
 

@@ -102,7 +102,9 @@ def paper_figures(evidence: Evidence) -> dict[str, Figure | None]:
     )
     return {
         "1": charts.heat_maps("figure1", "Figure 1: who knows which class", one) if one else None,
-        "2": charts.entropies("figure2", "Figure 2: how sure the members are", two) if two else None,
+        "2": charts.entropies("figure2", "Figure 2: how sure the members are", two, averaged=["ie"])
+        if two
+        else None,
         "4": curves.against_members("figure4", "Figure 4: error against the number of members", evidence),
     }
 
