@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import cmcl
-from cmcl import Ensemble, Options, Recipe, fit
+from cmcl import Ensemble, Options, Recipe, evaluate, fit
 from cmcl.data.dataset import IGNORE
 from cmcl.data.preprocess import MeanStd
 from cmcl.engine.admission import check_scored
@@ -284,3 +284,37 @@ def test_held_out_data_are_looked_at_first(monkeypatch):
     recipe = replace(LINEAR, validation=0.25, epochs=1)
     fit(apart(), dataset(), recipe=recipe, test=data(), options=QUIET)
     assert seen == ["the held-out part of train", "test"]
+
+
+class TestScoredLoaders:
+    def test_are_looked_at_before_the_first_step(self, monkeypatch):
+        monkeypatch.setattr(cmcl.engine.run.Run, "go", lambda *_: pytest.fail("it began to train"))
+        images, targets = data()
+
+        def refused(error, match, dataset):
+            test = DataLoader(dataset, 8)
+            with pytest.raises(error, match=match):
+                fit(apart(), data(), recipe=LINEAR, test=test, options=QUIET)
+
+        refused(ValueError, "test must fit .* between 0 and 3", TensorDataset(images, targets + 1))
+        refused(ValueError, "test must hold at least one batch", TensorDataset(images[:0], targets[:0]))
+        refused(TypeError, "batches of test must be .*Got dict", [{"x": x} for x in images])
+
+    @pytest.mark.parametrize("own", [False, True])
+    def test_go_on_as_if_nobody_had_looked(self, own):
+        looked, alone = [], []
+        for seen in (looked, alone):
+            order, examples = torch.Generator().manual_seed(3), TensorDataset(*data())
+            sampler = RandomSampler(examples, num_samples=16, generator=order)
+            how = {"sampler": sampler} if own else {"shuffle": True, "generator": order}
+            test = DataLoader(examples, 8, **how)
+            if seen is looked:
+                check_scored("test", apart(), test)
+            seen += [targets for _, targets in test]
+        assert torch.equal(torch.cat(looked), torch.cat(alone))
+
+    def test_scored_by_hand_they_are_told(self):
+        with pytest.raises(ValueError, match="data must hold at least one batch"):
+            evaluate(apart(), DataLoader(TensorDataset(*(t[:0] for t in data())), 8))
+        with pytest.raises(TypeError, match="batches of data must be"):
+            evaluate(apart(), DataLoader([{"x": x} for x in data()[0]], 8))

@@ -1,16 +1,12 @@
-"""Targets that count for nothing, and what scoring looks at before and after a run."""
+"""Targets that count for nothing."""
 
-import gc
-import json
-import multiprocessing
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import cmcl
 from cmcl import Ensemble, Recipe, evaluate, fit
@@ -210,106 +206,3 @@ def test_nobody_wins_what_counts_for_nothing(batch):
     for key in ("win_rates", "winners_entropy", "losers_entropy"):
         assert rows[0][key] == pytest.approx(rows[1][key], rel=1e-5)
     assert sum(rows[1]["win_rates"]) == pytest.approx(1)
-
-
-class TestScoredLoaders:
-    def test_are_looked_at_before_the_first_step(self, monkeypatch):
-        monkeypatch.setattr(cmcl.engine.run.Run, "go", lambda *_: pytest.fail("it began to train"))
-        images, targets = data()
-
-        def refused(error, match, dataset):
-            test = DataLoader(dataset, 8)
-            with pytest.raises(error, match=match):
-                fit(apart(), data(), recipe=LINEAR, test=test, options=QUIET)
-
-        refused(ValueError, "test must fit .* between 0 and 3", TensorDataset(images, targets + 1))
-        refused(ValueError, "test must hold at least one batch", TensorDataset(images[:0], targets[:0]))
-        refused(TypeError, "batches of test must be .*Got dict", [{"x": x} for x in images])
-
-    @pytest.mark.parametrize("own", [False, True])
-    def test_go_on_as_if_nobody_had_looked(self, own):
-        looked, alone = [], []
-        for seen in (looked, alone):
-            order, examples = torch.Generator().manual_seed(3), TensorDataset(*data())
-            sampler = RandomSampler(examples, num_samples=16, generator=order)
-            how = {"sampler": sampler} if own else {"shuffle": True, "generator": order}
-            test = DataLoader(examples, 8, **how)
-            if seen is looked:
-                cmcl.engine.admission.check_scored("test", apart(), test)
-            seen += [targets for _, targets in test]
-        assert torch.equal(torch.cat(looked), torch.cat(alone))
-
-    def test_scored_by_hand_they_are_told(self):
-        with pytest.raises(ValueError, match="data must hold at least one batch"):
-            evaluate(apart(), DataLoader(TensorDataset(*(t[:0] for t in data())), 8))
-        with pytest.raises(TypeError, match="batches of data must be"):
-            evaluate(apart(), DataLoader([{"x": x} for x in data()[0]], 8))
-
-
-def test_what_was_learned_is_kept_when_scoring_fails(tmp_path, monkeypatch):
-    def broken(*_, **__):
-        raise MemoryError("no room for the answers")
-
-    monkeypatch.setattr(cmcl.engine.run, "evaluate", broken)
-    options = replace(QUIET, checkpoint_seconds=1e9)
-    given = {"recipe": LINEAR, "seed": [0, 1], "test": data(), "options": options}
-    torch.manual_seed(0)
-    with pytest.raises(MemoryError):
-        fit([apart(), apart()], data(), **given, out=tmp_path)
-    assert list((tmp_path / "checkpoints").glob("step-00000010-*"))
-    monkeypatch.undo()
-    torch.manual_seed(0)
-    whole = fit([apart(), apart()], data(), **given).rows
-    kept = [json.loads(line) for line in (tmp_path / "telemetry.jsonl").read_text().splitlines()]
-    assert [(row["epoch"], row["seed"], row["loss"]) for row in kept] == [
-        (row["epoch"], row["seed"], row["loss"]) for row in whole
-    ]
-
-
-def test_what_was_learned_is_kept_when_telemetry_cannot_be_written(tmp_path, monkeypatch):
-    def broken(*_):
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(cmcl.engine.telemetry.Telemetry, "write", broken)
-    with pytest.raises(OSError, match="gone"):
-        fit(apart(), data(), recipe=LINEAR, out=tmp_path, options=replace(QUIET, checkpoint_seconds=1e9))
-    assert list((tmp_path / "checkpoints").glob("step-00000005-*"))
-
-
-def test_no_worker_outlives_the_run():
-    train = DataLoader(TensorDataset(*data()), 8, num_workers=1)
-    gc.disable()
-    try:
-        fit(apart(), train, recipe=LINEAR, options=QUIET)
-        assert multiprocessing.active_children() == []
-    finally:
-        gc.enable()
-
-
-def test_a_loader_that_ends_early_says_so():
-    class Short(IterableDataset):
-        def __len__(self):
-            return 40
-
-        def __iter__(self):
-            return iter(list(zip(*data(), strict=True))[:20])
-
-    with pytest.raises(ValueError, match="train must yield as many batches as its length says, 5. Got fewer"):
-        fit(apart(), DataLoader(Short(), 8), recipe=LINEAR, options=QUIET)
-
-
-def test_several_threads_may_ask_a_trained_ensemble():
-    """Batch statistics and dropout would make each answer another one, and change the statistics."""
-    images, targets = data()
-
-    def network():
-        layers = nn.Linear(25, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, CLASSES)
-        return nn.Sequential(nn.Flatten(), *layers)
-
-    ensemble = apart(network)
-    fit(ensemble, (images, targets), recipe=LINEAR, options=QUIET)
-    assert not any(module.training for module in ensemble.modules())
-    alone = ensemble.predict(images).probs
-    with ThreadPoolExecutor(4) as threads:
-        answers = list(threads.map(lambda _: ensemble.predict(images).probs, range(40)))
-    assert all(torch.equal(answer, alone) for answer in answers)
