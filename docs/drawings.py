@@ -5,7 +5,7 @@ M members, C classes.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,10 @@ TUNING = ROOT / "results" / "tuning-digits.json"
 ICOSEG = sorted((ROOT / "results" / "records").glob("icoseg-fcn-m*-seed0.json"))
 ANSWERS = ROOT / "results" / "icoseg-answers"
 RECORDS = [ROOT / "zoo" / f"cifar10-resnet20-{method}" / "record.json" for method in ("ie", "cmcl")]
+TABLE1 = {  # method -> its first seed's record, which may be missing
+    method: next((ROOT / "results" / "records").glob(f"cifar10-cnn-{method}--*--seed0.json"), None)
+    for method in ("mcl", "cmcl", "ie", "ie-adversarial")
+}
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6fb0", "#d9630f", "#3a8f5c", "#c9ced4", "#1f2933"
 COLOURS = {"ie": BLUE, "mcl": GREEN, "cmcl": ORANGE}
@@ -99,11 +103,21 @@ def _arrow(
 
 
 def who_knows_what() -> Figure:
-    """The paper's figure 1: each member's accuracy on each class."""
+    """The paper's figure 1, of the ensembles in zoo/."""
+    return class_maps(dict(zip(("independent ensemble", "CMCL, K = 4 of 5"), RECORDS, strict=True)))
+
+
+def figure1() -> Figure:
+    """The paper's figure 1: small networks, K = 1."""
+    titles = {"mcl": "MCL", "cmcl": "CMCL", "ie": "independent ensemble"}
+    return class_maps({title: path for method, title in titles.items() if (path := TABLE1[method])})
+
+
+def class_maps(records: Mapping[str, Path]) -> Figure:
+    """Each member's accuracy on each class; a panel for each title."""
     figure = Figure(figsize=(8.6, 3.0), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    titles = ("independent ensemble", "CMCL, K = 4 of 5")
-    for axes, path, title in zip(panels, RECORDS, titles, strict=True):
+    panels = np.atleast_1d(figure.subplots(1, len(records), sharey=True))
+    for axes, (title, path) in zip(panels, records.items(), strict=True):
         values = np.array(json.loads(path.read_text())["classwise"])  # (M, C)
         axes.imshow(values, cmap="Blues", vmin=0, vmax=100, aspect="auto")
         for (m, c), value in np.ndenumerate(values):
@@ -118,25 +132,52 @@ def who_knows_what() -> Figure:
 
 
 def entropy() -> Figure:
-    """The paper's figure 2a-c: how sure the members are of what they know, do not know, and never saw."""
+    """The paper's figure 2a-c, of the ensembles in zoo/."""
     found = json.loads(REJECTING.read_text())
+    titles = {"ie": "independent ensemble", "cmcl": "CMCL, K = 4 of 5"}
+    return entropies(
+        {
+            title: {
+                kind: np.sum([member[kind] for member in found[method]["members"]], axis=0)
+                for kind in ("specialised", "other", "unseen")
+            }
+            for method, title in titles.items()
+        }
+    )
+
+
+def figure2() -> Figure:
+    """The paper's figure 2a-c: the members of MCL and CMCL, K = 1, and the averaged answer of IE."""
+    members = {"specialised": "specialised", "other": "other", "outside": "unseen"}
+    averaged = {"averaged": "known", "averaged_outside": "unseen"}
+    titles = {"mcl": "MCL", "cmcl": "CMCL", "ie-adversarial": "IE, adversarial (averaged)"}
+    panels = {}
+    for method, title in titles.items():
+        if path := TABLE1[method]:
+            found = json.loads(path.read_text())["entropy"]
+            kinds = averaged if method.startswith("ie") else members
+            panels[title] = {name: np.atleast_2d(found[kind]).sum(0) for kind, name in kinds.items()}
+    return entropies(panels)
+
+
+def entropies(panels: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
+    """How sure the members are of what they know, do not know, and never saw; a panel for each title."""
     figure = Figure(figsize=(8.6, 3.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharex=True)
     kinds = {
         "specialised": ("classes it masters (over 90 % right)", GREEN),
         "other": ("the other classes", BLUE),
+        "known": ("CIFAR-10 test", BLUE),
         "unseen": ("SVHN, never seen", ORANGE),
     }
-    for axes, method, title in zip(
-        panels, ("ie", "cmcl"), ("independent ensemble", "CMCL, K = 4 of 5"), strict=True
-    ):
-        for kind, (label, colour) in kinds.items():
-            counts = np.sum([member[kind] for member in found[method]["members"]], axis=0)
+    all_axes = np.atleast_1d(figure.subplots(1, len(panels), sharex=True))
+    for axes, (title, histograms) in zip(all_axes, panels.items(), strict=True):
+        for kind, counts in histograms.items():
+            label, colour = kinds[kind]
             _steps(axes, counts, colour, label)
         axes.set_title(title)
         axes.set_xlabel("entropy of a member's answer, nats")
-    panels[0].set_ylabel("share of answers, %\n(all five members; log scale)")
-    panels[1].legend(fontsize=9, loc="upper center")
+    all_axes[0].set_ylabel("share of answers, %\n(all five members; log scale)")
+    all_axes[-1].legend(fontsize=9, loc="upper center")
     return figure
 
 
@@ -247,8 +288,15 @@ def save(draw: Callable[[], Figure]) -> Callable[[Path], None]:
     return lambda path: draw().savefig(path, metadata={"Date": None, "Creator": None})
 
 
+def measured(*methods: str) -> list[Path]:
+    """The records of Table 1 that there are."""
+    return [path for method in methods if (path := TABLE1[method])]
+
+
 DRAWN: dict[str, tuple[Callable[[Path], None], list[Path]]] = {  # picture -> who draws it, and from what
     "sharing": (save(sharing), []),
+    "figure1": (save(figure1), measured("mcl", "cmcl", "ie")),
+    "figure2": (save(figure2), measured("mcl", "cmcl", "ie-adversarial")),
     "who-knows-what": (save(who_knows_what), RECORDS),
     "entropy": (save(entropy), [REJECTING]),
     "unseen": (save(unseen), [REJECTING]),
