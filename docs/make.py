@@ -87,6 +87,7 @@ def small_cnn() -> str:
         changes = [f"`{name}={value}`" for name, value in recipe["network_options"].items()]
         changes += [f"`lr={recipe['lr']:g}`"] * (recipe["lr"] != 0.01)
         changes += [f"`weight_decay={recipe['weight_decay']:g}`"] * (recipe["weight_decay"] != 5e-4)
+        changes += [f"`preprocess={recipe['preprocess']}`"] * (recipe["preprocess"] != "gcn_zca")
         epochs = recipe["steps"] * recipe["batch_size"] / (50_000 * (1 - recipe["validation"]))
         rows.append(f"| {epochs:.0f} | {', '.join(changes) or 'nothing'} | {_top1(record)} |")
     return "\n".join(rows)

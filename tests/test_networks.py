@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from itertools import product
 from math import sqrt
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from cmcl import networks
 from cmcl.networks import NETWORKS, SplitNetwork, cnn, describe, fcn, googlenet18, plain, resnet20, vggnet17
-from cmcl.networks.cnn import PlainDropout
+from cmcl.networks.cnn import DropoutPool, PlainDropout
 from cmcl.networks.googlenet import Inception
 from cmcl.networks.resnet import Block, Shortcut
 
@@ -27,6 +28,7 @@ ALL_OPTIONS = [
         "cnn",
         {"padding": 2, "hidden": None, "rescale_dropout": True, "drop_before_pool": False, "dropout": 0.3},
     ),
+    ("cnn", {"expected_pooling": True}),
     ("vggnet17", {"classes": 3, "channels": 1}),
     ("vggnet17", {"pool": 3}),
     ("googlenet18", {"classes": 7, "channels": 4}),
@@ -257,6 +259,53 @@ def test_dropout_options():
     assert order[:2] == ["pool1", "drop1"]
     assert list(dict(cnn().trunk.named_children()))[:2] == ["drop1", "pool1"]
     assert [type(layer) for layer in cnn().modules()].count(PlainDropout) == 3
+
+
+class TestDropoutPool:
+    """At test it gives the mean of what it gives in training."""
+
+    def test_by_hand(self):
+        window = torch.tensor([[[[8.0, 4.0], [2.0, 0.0]]]])
+        half = DropoutPool(PlainDropout(0.5)).eval()
+        assert half(window).item() == 8 / 2 + 4 / 4 + 2 / 8
+        assert DropoutPool(nn.Dropout(0.5)).eval()(window).item() == 8 + 4 / 2 + 2 / 4
+        assert DropoutPool(PlainDropout(0.0)).eval()(window).item() == 8
+
+    @pytest.mark.parametrize("kind", [PlainDropout, nn.Dropout])
+    @pytest.mark.parametrize("p", [0.2, 0.5, 0.8])
+    def test_over_all_masks(self, kind, p):
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, 4, 6, dtype=torch.float64).relu()
+        masks = torch.tensor(list(product((0.0, 1.0), repeat=4)), dtype=torch.float64)  # (16, 4)
+        chances = torch.where(masks > 0, 1 - p, p).prod(1)
+        windows = x.unfold(2, 2, 2).unfold(3, 2, 2).flatten(4)  # (2, 3, 2, 3, 4)
+        largest = (windows.unsqueeze(-2) * masks).amax(-1)  # (2, 3, 2, 3, 16)
+        mean = (largest * chances).sum(-1) / (1 - p if kind is nn.Dropout else 1)
+        torch.testing.assert_close(DropoutPool(kind(p)).eval()(x), mean)
+
+    def test_against_training(self):
+        torch.manual_seed(0)
+        pool, x = DropoutPool(PlainDropout(0.5)), torch.rand(1, 1, 4, 4)
+        many = torch.stack([pool.train()(x) for _ in range(20_000)])
+        torch.testing.assert_close(many.mean(0), pool.eval()(x), atol=0.01, rtol=0)
+
+    def test_odd_sides_are_cut_as_pooling_does(self):
+        torch.manual_seed(0)
+        pool, x = DropoutPool(PlainDropout(0.5)), torch.rand(2, 3, 5, 7)
+        assert pool.train()(x).shape == pool.eval()(x).shape == (2, 3, 2, 3)
+        torch.testing.assert_close(pool(x), pool(x[..., :4, :6]))
+
+    def test_training_is_the_same_with_it(self):
+        answers = []
+        for expected in (False, True):
+            torch.manual_seed(0)
+            network = cnn(**SMALL_CNN, expected_pooling=expected).train()
+            answers.append(network(torch.randn(4, 1, 8, 8)))
+        assert torch.equal(*answers)
+
+    def test_needs_dropout_before_pooling(self):
+        with pytest.raises(ValueError, match="expected_pooling must go with drop_before_pool"):
+            cnn(expected_pooling=True, drop_before_pool=False)
 
 
 def test_shortcut_by_hand():
