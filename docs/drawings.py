@@ -162,7 +162,7 @@ def figure2() -> Figure:
 
 def entropies(panels: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
     """How sure the members are of what they know, do not know, and never saw; a panel for each title."""
-    figure = Figure(figsize=(8.6, 3.2), layout="constrained")
+    figure = Figure(figsize=(8.6, 3.4), layout="constrained")
     kinds = {
         "specialised": ("classes it masters (over 90 % right)", GREEN),
         "other": ("the other classes", BLUE),
@@ -177,7 +177,8 @@ def entropies(panels: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
         axes.set_title(title)
         axes.set_xlabel("entropy of a member's answer, nats")
     all_axes[0].set_ylabel("share of answers, %\n(all five members; log scale)")
-    all_axes[-1].legend(fontsize=9, loc="upper center")
+    shown = {text: h for axes in all_axes for h, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(shown.values(), shown, fontsize=9, loc="outside lower center", ncols=4)
     return figure
 
 

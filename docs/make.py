@@ -6,12 +6,14 @@ A picture carries a digest of what it was drawn from, and tables stand between t
 import json
 import re
 from collections.abc import Callable
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
 from drawings import DRAWN, RECORDS, ROOT, STYLE, digest, segmentation_errors
 
+from cmcl.experiments.paper import TARGETS
 from cmcl.report.documents import fill
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -93,6 +95,31 @@ def small_cnn() -> str:
     return "\n".join(rows)
 
 
+def at_test() -> str:
+    """Trained ensembles under other treatments of dropout at test, below the paper's numbers."""
+    text = (ROOT / "results" / "dropout-at-test-h200.txt").read_text()
+    treatments = {
+        "values halved, then pooled (the program)": "pools 0.5, hidden 0.5",
+        "the mean over dropout's masks": "expected pooling",
+        "eight draws of the masks, averaged": "dropout sampled, 8 times",
+    }
+    methods = ("ie", "cmcl")
+    heads = [f"{m.upper()} {what} %" for m in methods for what in ("top-1", "oracle", "training top-1")]
+    rows = [["at test", *heads], ["---"] + ["--:"] * len(heads)]
+    printed = {row["method"]: row for row in TARGETS["table1"]["rows"] if not row["sharing"]}
+    numbers = [[f"{printed[m][key]:.2f}" for key in ("top1", "oracle")] + ["–"] for m in methods]
+    rows.append(["the paper prints", *chain(*numbers)])
+    for title, start in treatments.items():
+        cells = []
+        for method in methods:
+            block = text[text.index(f"## cifar10-cnn-{method}--") :]
+            line = block[block.index(start) :].splitlines()[0]
+            test, train = (re.findall(r"(?:top1|oracle) +([\d.]+)", half) for half in line.split(" | "))
+            cells += [*test, train[0]]
+        rows.append([title, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def _top1(record: dict[str, Any]) -> str:
     return f"{record['validation']['top1']:.2f} | {record['errors']['expected']['top1']:.2f}"
 
@@ -123,6 +150,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "icoseg": icoseg,
     "icoseg-search": icoseg_search,
     "small-cnn": small_cnn,
+    "at-test": at_test,
 }
 
 
