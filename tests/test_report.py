@@ -363,6 +363,7 @@ def test_a_record_in_two_places_counts_once(tmp_path):
     results = save_results(tmp_path / "results", [record])
     folder = save_run(tmp_path / "run", record)
     assert gather([results, folder]).records == [record]
+    assert gather([results / "records"]).records == gather([results]).records
 
 
 def test_recipes_of_one_name_are_told_apart(tmp_path):

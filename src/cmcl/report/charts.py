@@ -109,7 +109,7 @@ def entropies(
             .encode(
                 x=alt.X("from:Q", bin="binned", title="entropy, nats", scale=alt.Scale(domain=[0, top])),
                 x2="to:Q",
-                y=alt.Y("share:Q", stack=None, title="share, %"),
+                y=percent("share", "share, %", [p["share"] for p in points]).stack(None),
                 color=colour("group", legend),
                 tooltip=[
                     *(
@@ -129,7 +129,10 @@ def entropies(
         rows,
         keys=2,
     )
-    caption = "Entropy of the members' answers, all members together. Left is sure, right is silent."
+    caption = (
+        "Entropy of the members' answers, all members together. Left is sure, right is silent. "
+        "Shares are on a scale that widens the small ones."
+    )
     if any(record.recipe["method"] in averaged for _, record in records):
         caption += " Of the independent ensemble it is the averaged answer's, as in the paper."
     if GROUPS["specialised"] in used:

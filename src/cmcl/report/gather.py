@@ -76,9 +76,10 @@ def gather(sources: Sequence[str | Path]) -> Material:
             raise FileNotFoundError(
                 f"sources must be folders of runs or of records. Got {str(source)!r}, which is none."
             )
-        if (source / "records").is_dir():
+        kept = source if source.resolve().name == "records" else source / "records"
+        if kept.is_dir():
             material.paper = True
-            material.results += _records(source / "records", material.notes)
+            material.results += _records(kept, material.notes)
         inside = [folder for folder in sorted(source.iterdir()) if folder.name != "records"]
         for folder in [source] if _is_run(source) else filter(_is_run, inside):
             material.runs += _runs(folder, material.notes)
