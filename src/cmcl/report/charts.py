@@ -95,32 +95,36 @@ def entropies(
             if not sum(histogram):
                 continue
             used.append(name)
-            width = top / len(histogram)
+            width, share = top / len(histogram), 100 / sum(histogram)
             points += [
-                {"from": round(i * width, 3), "to": round((i + 1) * width, 3), "group": name, "share": share}
+                {
+                    "from": round(i * width, 3),
+                    "to": round((i + 1) * width, 3),
+                    "group": name,
+                    "share": round(count * share, 2),
+                }
                 for i, count in enumerate(histogram)
-                if (share := round(100 * count / sum(histogram), 2)) or i % 10 == 0
             ]
+            points.append(points[-1] | {"from": points[-1]["to"]})  # a step ends where the next would begin
             rows.append([Value(label), Value(name), number(100 * (median_entropy(histogram) or 0), 0)])
         legend = series(used)
-        chart = (
-            alt.Chart(alt.Data(values=points))
-            .mark_bar(opacity=0.55, binSpacing=0)
-            .encode(
-                x=alt.X("from:Q", bin="binned", title="entropy, nats", scale=alt.Scale(domain=[0, top])),
-                x2="to:Q",
-                y=percent("share", "share, %", [p["share"] for p in points]).stack(None),
-                color=colour("group", legend),
-                tooltip=[
-                    *(
-                        "group:N",
-                        alt.Tooltip("from:Q", title="entropy from"),
-                        alt.Tooltip("to:Q", title="to"),
-                    ),
-                    alt.Tooltip("share:Q", title="share, %"),
-                ],
-            )
+        steps = alt.Chart(alt.Data(values=points)).encode(
+            x=alt.X(
+                "from:Q", title="entropy, nats", scale=alt.Scale(domain=[0, top]), axis=alt.Axis(grid=False)
+            ),
+            y=percent("share", "share, %", [p["share"] for p in points]).stack(None),
+            color=colour("group", legend),
+            tooltip=[
+                "group:N",
+                alt.Tooltip("from:Q", title="entropy from"),
+                alt.Tooltip("to:Q", title="to"),
+                alt.Tooltip("share:Q", title="share, %"),
+            ],
         )
+        outline = steps.mark_line(interpolate="step-after", strokeWidth=2).encode(
+            strokeDash=dash("group", legend)
+        )
+        chart = steps.mark_area(interpolate="step-after", opacity=0.15) + outline
         panels.append(panel(label, chart, 190))
     numbers = Table(
         f"{id}-numbers",

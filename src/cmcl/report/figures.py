@@ -54,7 +54,9 @@ def _with_legend(value: Any) -> Any:
         return [_with_legend(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    below = {"legend": {"title": None, "orient": "bottom"}} if _names_series(value) else {}
+    below = (
+        {"legend": {"title": None, "orient": "bottom", "symbolOpacity": 1}} if _names_series(value) else {}
+    )
     return {key: _with_legend(entry) for key, entry in value.items()} | below
 
 
