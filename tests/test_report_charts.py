@@ -293,7 +293,11 @@ def test_figures_as_files(tmp_path, format, start):
 def test_a_legend_is_added_for_files():
     figure = charts.risk_coverage("f", "t", [("a", made_record("digits-ie"))])
     joined = figures._joined(figure)
-    assert joined["concat"][0]["encoding"]["color"]["legend"] == {"title": None, "orient": "bottom"}
+    assert joined["concat"][0]["encoding"]["color"]["legend"] == {
+        "title": None,
+        "orient": "bottom",
+        "symbolOpacity": 1,
+    }
     assert joined["concat"][0]["width"] == figures.WIDTH
     maps = charts.heat_maps("f", "t", [("a", made_record("digits-ie"))])
     assert figures._joined(maps)["concat"][0]["layer"][0]["encoding"]["color"]["legend"] is None
