@@ -1,14 +1,14 @@
-"""What the small CNN's dropout does at test, before max-pooling: trained ensembles, three treatments.
+"""What the small CNN's dropout does at test, before max-pooling: trained ensembles under three treatments.
 
     python benchmarks/dropout_at_test.py RUN... --root DATA [--device cuda]
 
-"shrunk" is the program's, every value times the chance to be kept; "expected" the mean of the pooled maximum
+"shrunk" is the program's, every value times the chance to be kept; "expected" the mean of each pooled maximum
 over the masks (`expected_pooling`); "drawn" are masks as in training, answers averaged over so many draws.
 Prints errors on the test images and, since what was learned must show there in any case, on training images.
 """
 
 import argparse
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,72 +19,55 @@ import cmcl
 from cmcl.cli.runs import find_ensembles, open_ensemble
 from cmcl.data.dataset import Dataset, spread
 from cmcl.experiments.environment import commit, device_name, versions
+from cmcl.networks import SplitNetwork
 from cmcl.networks.cnn import DropoutPool, PlainDropout
 
-Treatment = Callable[[nn.Module], nn.Module]  # dropout -> what pools
+TREATMENTS = {"shrunk": 1, "expected": 1, "drawn once": 1, "drawn 8 times": 8}  # how often each is asked
 
 
 class Drawn(nn.Module):
     """Dropout as in training, whatever the mode."""
 
-    def __init__(self, drop: nn.Module) -> None:
+    def __init__(self, p: float, *, rescale: bool) -> None:
         super().__init__()
-        self.p, self.kept = drop.p, 1.0 if isinstance(drop, nn.Dropout) else 1 - drop.p
+        self.p, self.scale = p, 1 if rescale else 1 - p
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop; torch's own divides what is kept."""
-        return F.dropout(x, self.p, training=True) * self.kept
+        """Drop; torch's own divides what is kept, which `scale` undoes."""
+        return F.dropout(x, self.p, training=True) * self.scale
 
 
-def shrunk(drop: nn.Module) -> nn.Module:
-    """The program's."""
-    return nn.Sequential(drop, nn.MaxPool2d(2))
-
-
-def drawn(drop: nn.Module) -> nn.Module:
-    """As in training."""
-    return nn.Sequential(Drawn(drop), nn.MaxPool2d(2))
-
-
-TREATMENTS: dict[str, tuple[Treatment, int]] = {  # what pools, and how often it is asked
-    "shrunk": (shrunk, 1),
-    "expected": (DropoutPool, 1),
-    "drawn once": (drawn, 1),
-    "drawn 8 times": (drawn, 8),
-}
-
-
-MEASURES = (cmcl.metrics.top1_error, cmcl.metrics.oracle_error)
-
-
-def treat(member: nn.Module, pool: Treatment) -> None:
+def treat(member: SplitNetwork, treatment: str) -> None:
     """Give a network's two poolings, and its third dropout, a treatment; its weights stay."""
-    kind = nn.Dropout if member.options["rescale_dropout"] else PlainDropout
-    drop = kind(member.options["dropout"])
-    trunk = member.trunk
-    for number in (1, 2):
-        if hasattr(trunk, f"drop{number}"):
-            setattr(trunk, f"drop{number}", nn.Identity())
-        setattr(trunk, f"pool{number}", pool(drop))
-    if hasattr(trunk, "drop3"):
-        trunk.drop3 = Drawn(drop) if pool is drawn else drop
+    options, trunk = member.options, member.trunk
+    if not options["drop_before_pool"]:
+        raise ValueError("networks must drop before they pool. Got one that pools first.")
+    p, rescale = options["dropout"], options["rescale_dropout"]
+    plain = partial(nn.Dropout if rescale else PlainDropout, p)
+    drop = partial(Drawn, p, rescale=rescale) if treatment.startswith("drawn") else plain
+    halving = nn.Sequential(drop(), nn.MaxPool2d(2))
+    pool = DropoutPool(p, rescale=rescale) if treatment == "expected" else halving
+    given = {"drop1": nn.Identity(), "pool1": pool, "drop2": nn.Identity(), "pool2": pool, "drop3": drop()}
+    for name, layer in given.items():
+        if hasattr(trunk, name):
+            setattr(trunk, name, layer)
 
 
 def errors(ensemble: cmcl.Ensemble, data: Dataset, draws: int) -> str:
-    """A line's part: top-1, oracle, one member alone, all in percent, and the NLL of the averaged answer."""
+    """In percent: top-1, oracle, one member alone; and the NLL of the averaged answer."""
     probs = torch.stack([ensemble.predict(data.images).member_probs.cpu() for _ in range(draws)]).mean(0)
-    members = (probs.argmax(2) != data.targets).double().mean().item()
+    top1, oracle = (
+        100 * measure(probs, data.targets) for measure in (cmcl.metrics.top1_error, cmcl.metrics.oracle_error)
+    )
+    member = 100 * (probs.argmax(2) != data.targets).double().mean().item()
     right = probs.mean(0).gather(1, data.targets[:, None]).clamp_min(1e-12)
-    top1, oracle = (measure(probs, data.targets) for measure in MEASURES)
-    percents = (top1, oracle, members)
-    return " ".join(f"{100 * percent:6.2f}" for percent in percents) + f" {-right.log().mean().item():6.3f}"
+    nll = -right.log().mean().item()
+    return f"top1 {top1:6.2f} oracle {oracle:6.2f} members {member:6.2f} nll {nll:6.3f}"
 
 
 def main() -> None:
     """Measure every ensemble under every treatment."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Dropout before max-pooling, treated in three ways at test.")
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--root", type=Path)
     parser.add_argument("--device", default="cpu")
@@ -94,16 +77,15 @@ def main() -> None:
     test, train = (cmcl.data.load("cifar10", split=split, root=given.root) for split in ("test", "train"))
     test, train = spread(test, given.limit), spread(train, given.train_images)
     print(f"{device_name(torch.device(given.device))}, torch {versions()['torch']}, commit {commit()}")
-    print(f"{len(test):,} test images | {len(train):,} training images; top-1, oracle, one member alone, NLL")
-    for run in given.runs:
-        for place in find_ensembles(run):
-            ensemble = open_ensemble(place, root=given.root, device=given.device)
-            print(place.parent.name if place.name == "ensemble" else place.name)
-            for name, (pool, draws) in TREATMENTS.items():
-                for member in ensemble.members:
-                    treat(member, pool)
-                found = " | ".join(errors(ensemble, data, draws) for data in (test, train))
-                print(f"  {name:14s} {found}", flush=True)
+    print(f"{len(test):,} test images, {len(train):,} training images")
+    for place in (place for run in given.runs for place in find_ensembles(run)):
+        ensemble = open_ensemble(place, root=given.root, device=given.device)
+        print("##", place.parent.name if place.name == "ensemble" else place.name)
+        for treatment, draws in TREATMENTS.items():
+            for member in ensemble.members:
+                treat(member, treatment)
+            on_test, on_train = (errors(ensemble, data, draws) for data in (test, train))
+            print(f"{treatment:14s} test {on_test} | train {on_train}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 from PIL import Image
 
+from cmcl.experiments import find
+
 ROOT = Path(__file__).parents[1]
 REJECTING = ROOT / "results" / "rejecting.json"
 TUNING = ROOT / "results" / "tuning-digits.json"
@@ -21,8 +23,8 @@ ICOSEG = sorted((ROOT / "results" / "records").glob("icoseg-fcn-m*-seed0.json"))
 ANSWERS = ROOT / "results" / "icoseg-answers"
 RECORDS = [ROOT / "zoo" / f"cifar10-resnet20-{method}" / "record.json" for method in ("ie", "cmcl")]
 TABLE1 = {  # method -> its first seed's record, which may be missing
-    method: next((ROOT / "results" / "records").glob(f"cifar10-cnn-{method}--*--seed0.json"), None)
-    for method in ("mcl", "cmcl", "ie", "ie-adversarial")
+    name.removeprefix("cifar10-cnn-"): ROOT / "results" / "records" / f"{name}--{find(name).hash}--seed0.json"
+    for name in (f"cifar10-cnn-{method}" for method in ("mcl", "cmcl", "ie", "ie-adversarial"))
 }
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6fb0", "#d9630f", "#3a8f5c", "#c9ced4", "#1f2933"
@@ -110,7 +112,7 @@ def who_knows_what() -> Figure:
 def figure1() -> Figure:
     """The paper's figure 1: small networks, K = 1."""
     titles = {"mcl": "MCL", "cmcl": "CMCL", "ie": "independent ensemble"}
-    return class_maps({title: path for method, title in titles.items() if (path := TABLE1[method])})
+    return class_maps({title: path for method, title in titles.items() if (path := TABLE1[method]).exists()})
 
 
 def class_maps(records: Mapping[str, Path]) -> Figure:
@@ -153,7 +155,7 @@ def figure2() -> Figure:
     titles = {"mcl": "MCL", "cmcl": "CMCL", "ie-adversarial": "IE, adversarial (averaged)"}
     panels = {}
     for method, title in titles.items():
-        if path := TABLE1[method]:
+        if (path := TABLE1[method]).exists():
             found = json.loads(path.read_text())["entropy"]
             kinds = averaged if method.startswith("ie") else members
             panels[title] = {name: np.atleast_2d(found[kind]).sum(0) for kind, name in kinds.items()}
@@ -175,8 +177,8 @@ def entropies(panels: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
             label, colour = kinds[kind]
             _steps(axes, counts, colour, label)
         axes.set_title(title)
-        axes.set_xlabel("entropy of a member's answer, nats")
-    all_axes[0].set_ylabel("share of answers, %\n(all five members; log scale)")
+        axes.set_xlabel("entropy of an answer, nats")
+    all_axes[0].set_ylabel("share of answers, %\n(log scale)")
     shown = {text: h for axes in all_axes for h, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown, fontsize=9, loc="outside lower center", ncols=4)
     return figure
@@ -291,7 +293,7 @@ def save(draw: Callable[[], Figure]) -> Callable[[Path], None]:
 
 def measured(*methods: str) -> list[Path]:
     """The records of Table 1 that there are."""
-    return [path for method in methods if (path := TABLE1[method])]
+    return [path for method in methods if (path := TABLE1[method]).exists()]
 
 
 DRAWN: dict[str, tuple[Callable[[Path], None], list[Path]]] = {  # picture -> who draws it, and from what

@@ -127,6 +127,16 @@ def test_costs_are_compared_between_runs_that_differ_in_the_method_alone():
     assert verdict(short, "introduction").status == UNMEASURED, "mostly start-up"
 
 
+def test_feature_sharing_has_a_cost_of_its_own():
+    times = {"mcl": 100.0, "ie": 120.0, "cmcl": 110.0, "cmcl-sharing": 180.0, "cmcl-sharing-sampled": 200.0}
+    records = [made_record(f"cifar10-cnn-{name}", seconds=2 * seconds) for name, seconds in times.items()]
+    plain, sharing = verdict(records, "introduction").parts
+    assert (plain.holds, sharing.holds) == (True, False)
+    assert "5 cnn: CMCL takes" in plain.text
+    assert "5 cnn: CMCL with feature sharing takes" in sharing.text
+    assert sharing.found == "380 against 200 s: 1.90 times", "the median of the two that share"
+
+
 def test_short_runs_are_left_out_of_the_costs_and_told():
     long = [made_record(f"cifar10-resnet20-{method}", seconds=200.0) for method in ("ie", "cmcl")]
     seconds = {"cmcl": 112.0, "ie": 15.0, "mcl": 29.0}

@@ -19,6 +19,7 @@ from scipy.io import savemat
 import cmcl as package
 from cmcl.cli.runs import SETS, classes_of, data_of, find_ensembles, first_ensemble, number_as, seek
 from cmcl.cli.train import change, changed_name
+from cmcl.data.dataset import spread
 from cmcl.data.preprocess import MeanStd
 from cmcl.experiments import find
 from cmcl.experiments.recipes import RECIPES, SHAPES
@@ -424,11 +425,14 @@ class TestNames:
             assert json.loads(out)[key] == pytest.approx(expected[key], abs=1e-4)
         assert expected["oracle"] < 100, "what blind numbers give"
 
-    def test_reject(self, cmcl, trained, pictures, some):
+    @pytest.mark.parametrize("limit", [None, 40])
+    def test_reject(self, cmcl, trained, pictures, some, limit):
         words = ["reject", trained, *pictures("3", "7"), "--json", "--device", "cpu", "--risk", "0.99"]
-        code, out, _ = cmcl(*words)
+        code, out, _ = cmcl(*words, *(["--limit", limit] if limit else []))
         found = json.loads(out)
         ordered = some.subset(some.targets.argsort(stable=True))  # as a folder is read
+        some = ordered = spread(ordered, limit)
+        assert len(set(some.targets.tolist())) == 2, "of both classes, though they are sorted"
         wrong = package.load(trained / "ensemble").predict(ordered.images).probs.argmax(1) != ordered.targets
         assert code == 0
         assert found["tried"] == {

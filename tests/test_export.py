@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -144,6 +145,17 @@ def test_every_network_as_onnx(name, tmp_path):
     ensemble.transform = MeanStd().fit(images(4, *shape))
     export(ensemble, tmp_path / "m.onnx", images(3, *shape))
     x = images(2, *shape, seed=9)
+    assert_equal(onnx_runner(tmp_path / "m.onnx")(x), ensemble.predict(x))
+
+
+@needs_onnx
+@pytest.mark.slow
+def test_expected_pooling_as_onnx(tmp_path):
+    torch.manual_seed(0)
+    network = partial(cmcl.networks.cnn, filters=(4, 4), size=15, kernel=3, padding=1, expected_pooling=True)
+    ensemble = cmcl.Ensemble(network, 2, share_after="stem")
+    export(ensemble, tmp_path / "m.onnx", torch.randn(3, 3, 15, 15))
+    x = torch.randn(5, 3, 15, 15)
     assert_equal(onnx_runner(tmp_path / "m.onnx")(x), ensemble.predict(x))
 
 

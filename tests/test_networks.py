@@ -265,46 +265,56 @@ class TestDropoutPool:
     """At test it gives the mean of what it gives in training."""
 
     def test_by_hand(self):
-        window = torch.tensor([[[[8.0, 4.0], [2.0, 0.0]]]])
-        half = DropoutPool(PlainDropout(0.5)).eval()
-        assert half(window).item() == 8 / 2 + 4 / 4 + 2 / 8
-        assert DropoutPool(nn.Dropout(0.5)).eval()(window).item() == 8 + 4 / 2 + 2 / 4
-        assert DropoutPool(PlainDropout(0.0)).eval()(window).item() == 8
+        window = torch.tensor([[[[4.0, 8.0], [0.0, 2.0]]]])
+        assert DropoutPool(0.5, rescale=False).eval()(window).item() == 8 / 2 + 4 / 4 + 2 / 8
+        assert DropoutPool(0.5, rescale=True).eval()(window).item() == 8 + 4 / 2 + 2 / 4
+        assert DropoutPool(0.0, rescale=False).eval()(window).item() == 8
 
-    @pytest.mark.parametrize("kind", [PlainDropout, nn.Dropout])
+    @pytest.mark.parametrize("rescale", [False, True])
     @pytest.mark.parametrize("p", [0.2, 0.5, 0.8])
-    def test_over_all_masks(self, kind, p):
+    def test_over_all_masks(self, rescale, p):
         torch.manual_seed(0)
-        x = torch.randn(2, 3, 4, 6, dtype=torch.float64).relu()
+        x = torch.randn(2, 3, 8, 12, dtype=torch.float64).relu()
         masks = torch.tensor(list(product((0.0, 1.0), repeat=4)), dtype=torch.float64)  # (16, 4)
         chances = torch.where(masks > 0, 1 - p, p).prod(1)
-        windows = x.unfold(2, 2, 2).unfold(3, 2, 2).flatten(4)  # (2, 3, 2, 3, 4)
-        largest = (windows.unsqueeze(-2) * masks).amax(-1)  # (2, 3, 2, 3, 16)
-        mean = (largest * chances).sum(-1) / (1 - p if kind is nn.Dropout else 1)
-        torch.testing.assert_close(DropoutPool(kind(p)).eval()(x), mean)
+        windows = x.unfold(2, 2, 2).unfold(3, 2, 2).flatten(4)  # (2, 3, 4, 6, 4)
+        largest = (windows.unsqueeze(-2) * masks).amax(-1)  # (2, 3, 4, 6, 16)
+        mean = (largest * chances).sum(-1) / (1 - p if rescale else 1)
+        torch.testing.assert_close(DropoutPool(p, rescale=rescale).eval()(x), mean)
 
     def test_against_training(self):
         torch.manual_seed(0)
-        pool, x = DropoutPool(PlainDropout(0.5)), torch.rand(1, 1, 4, 4)
+        pool, x = DropoutPool(0.5, rescale=False), torch.rand(1, 1, 4, 4)
         many = torch.stack([pool.train()(x) for _ in range(20_000)])
         torch.testing.assert_close(many.mean(0), pool.eval()(x), atol=0.01, rtol=0)
 
     def test_odd_sides_are_cut_as_pooling_does(self):
         torch.manual_seed(0)
-        pool, x = DropoutPool(PlainDropout(0.5)), torch.rand(2, 3, 5, 7)
+        pool, x = DropoutPool(0.5, rescale=False), torch.rand(2, 3, 5, 7)
         assert pool.train()(x).shape == pool.eval()(x).shape == (2, 3, 2, 3)
         torch.testing.assert_close(pool(x), pool(x[..., :4, :6]))
 
-    def test_training_is_the_same_with_it(self):
-        answers = []
+    @pytest.mark.parametrize("more", [{}, {"rescale_dropout": True, "dropout": 0.3}])
+    def test_training_is_the_same_with_it_and_testing_is_not(self, more):
+        trained, tested = [], []
         for expected in (False, True):
             torch.manual_seed(0)
-            network = cnn(**SMALL_CNN, expected_pooling=expected).train()
-            answers.append(network(torch.randn(4, 1, 8, 8)))
-        assert torch.equal(*answers)
+            network, x = cnn(**SMALL_CNN, **more, expected_pooling=expected), torch.randn(4, 1, 8, 8)
+            trained.append(network.train()(x))
+            tested.append(network.eval()(x))
+        assert torch.equal(*trained)
+        assert not torch.allclose(*tested)
+
+    def test_a_table_shows_it(self):
+        table = describe(cnn(expected_pooling=True))
+        assert [line.split("|")[2].strip() for line in table.splitlines() if "pool" in line] == [
+            "DropoutPool"
+        ] * 2
 
     def test_needs_dropout_before_pooling(self):
-        with pytest.raises(ValueError, match="expected_pooling must go with drop_before_pool"):
+        with pytest.raises(
+            ValueError, match="expected_pooling must go with drop_before_pool=True. Got False"
+        ):
             cnn(expected_pooling=True, drop_before_pool=False)
 
 

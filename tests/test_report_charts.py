@@ -13,6 +13,7 @@ from cmcl.experiments.evidence import Evidence
 from cmcl.report import charts, curves, figures
 from cmcl.report.drawing import named, series
 from cmcl.report.gather import Run
+from cmcl.report.sections import paper_figures
 from cmcl.report.themes import COLOURS, DARK, LIGHT, TURN, config, filled
 from report_samples import made_record, save_run, telemetry_row, whole_paper
 
@@ -93,6 +94,14 @@ def test_entropies_of_the_averaged_answer():
     assert {"from": 1.0, "to": 2.0, "group": "SVHN", "share": 80.0} in values(figure.panels[1])
     assert "averaged answer" in figure.caption
     assert "averaged answer" not in charts.entropies("f", "t", records).caption
+
+
+def test_figure_2_of_the_paper_shows_ie_as_one():
+    figure = paper_figures(Evidence.of(whole_paper(1)))["2"]
+    groups = {panel.title: {p["group"] for p in values(panel)} for panel in figure.panels}
+    members = {"own classes", "other classes", "SVHN"}
+    adversarial = "IE, adversarially trained"
+    assert groups == {"MCL": members, "CMCL": members, adversarial: {"test images", "SVHN"}}
 
 
 def test_reliability_leaves_out_empty_bins():

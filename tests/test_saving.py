@@ -3,6 +3,7 @@
 import json
 import os
 import pickletools
+from functools import partial
 from hashlib import sha256
 
 import pytest
@@ -56,6 +57,16 @@ def test_every_network_of_ours_needs_no_factory(name, tmp_path):
     ensemble.save(tmp_path)
     x = torch.randn(2, 1, 32, 32)
     torch.testing.assert_close(cmcl.load(tmp_path).predict(x).probs, ensemble.predict(x).probs)
+
+
+def test_what_is_saved_without_a_later_option_has_its_default(tmp_path):
+    network = partial(cmcl.networks.cnn, filters=(2, 3), size=16, hidden=4)
+    ensemble, x = Ensemble(network, 1), torch.randn(2, 3, 16, 16)
+    ensemble.save(tmp_path)
+    (member,) = json.loads((tmp_path / "config.json").read_text())["members"]
+    assert member["options"].pop("expected_pooling") is False
+    edit(tmp_path, members=[member])
+    assert cmcl.load(tmp_path).predict(x).probs.equal(ensemble.predict(x).probs)
 
 
 class Own(nn.Module):
