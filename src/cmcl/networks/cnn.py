@@ -56,7 +56,8 @@ class DropoutPool(nn.Module):
         if self.training:
             pooled = F.max_pool2d(F.dropout(x, self.p), 2)
         else:
-            # the k-th largest is the maximum if it is kept and all larger ones are dropped
+            # The k-th largest is the maximum if it is kept and all k larger ones are dropped: (1 - p) p^k. What
+            # is kept was divided by 1 - p.
             first, second, third, fourth = _descending(x)
             pooled = first + self.p * (second + self.p * (third + self.p * fourth))
         return pooled if self.rescale else pooled * (1 - self.p)
@@ -67,7 +68,7 @@ class DropoutPool(nn.Module):
 
 
 def _descending(x: Tensor) -> tuple[Tensor, ...]:
-    """The four values of each 2×2 window (..., H/2, W/2), the largest first; `sort` is four times slower."""
+    """The four values of each 2×2 window (..., H/2, W/2), the largest first. `sort` would be slower."""
     height, width = (side // 2 * 2 for side in x.shape[-2:])
     a, b, c, d = (x[..., i:height:2, j:width:2] for i in (0, 1) for j in (0, 1))
     (a, b), (c, d) = (torch.maximum(a, b), torch.minimum(a, b)), (torch.maximum(c, d), torch.minimum(c, d))
