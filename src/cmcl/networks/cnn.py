@@ -56,8 +56,8 @@ class DropoutPool(nn.Module):
         if self.training:
             pooled = F.max_pool2d(F.dropout(x, self.p), 2)
         else:
-            # The k-th largest is the maximum if it is kept and all k larger ones are dropped: (1 - p) p^k. What
-            # is kept was divided by 1 - p.
+            # The k-th largest is the maximum if it is kept and all k larger ones are dropped: (1 - p) p^k.
+            # What is kept was divided by 1 - p.
             first, second, third, fourth = _descending(x)
             pooled = first + self.p * (second + self.p * (third + self.p * fourth))
         return pooled if self.rescale else pooled * (1 - self.p)
