@@ -116,9 +116,11 @@ def test_ctrl_c_while_measuring(reproduce, tiny, monkeypatch):
 
 def test_time_over(reproduce, tiny, monkeypatch):
     monkeypatch.setitem(RECIPES, "tiny-ie", replace(TINY, steps=10**6))
-    code, out, _ = reproduce("table9", "--quiet", "--budget", "1s", "--device", "cpu")
+    code, out, err = reproduce("table9", "--quiet", "--budget", "1s", "--device", "cpu")
     assert code == 3
     assert "expected to take" in out
+    assert "nothing was started: the shortest run is expected to take " in err
+    assert err.endswith("Give it a longer --budget, or --unfinished to start what will need several.\n")
     code, out, err = reproduce("table9", "--quiet", "--budget", "1s", "--unfinished", "--device", "cpu")
     assert code == 3
     assert "tiny-ie seed 0: time over at step" in out

@@ -225,7 +225,8 @@ class TestTrain:
         )
         assert code == 0
         (folder,) = tmp_path.glob("tiny-cmcl--*--seeds3-4")
-        assert [line.split()[0] for line in out.splitlines()[2:4]] == ["3", "4"]
+        assert [line.split()[0] for line in out.splitlines()[2:5]] == ["3", "4", "mean"]
+        assert out.splitlines()[4].count("±") == 4
         assert [p.parent.name for p in find_ensembles(folder)] == ["seed3", "seed4"]
         assert len(list((tmp_path / "results" / "records").glob("*.json"))) == 2
         code, out, _ = cmcl("evaluate", folder, "--json", "--limit", 20)
@@ -261,6 +262,17 @@ class TestChange:
         changed = change(base, {"beta": 0.5, "batch_size": 64, "drops": [[0.5, 0.1]], "steps": 9})
         assert changed_name("digits-cmcl", base, base) == "digits-cmcl"
         assert changed_name("digits-cmcl", base, changed) == "digits-cmcl-beta0.5-steps9-batchsize64-drops"
+
+    def test_one_option_of_the_network(self):
+        base = find("digits-cmcl")
+        changed = change(base, {"network_options.hidden": 16, "network_options.dropout": 0.25})
+        assert changed.network_options == {**base.network_options, "hidden": 16}
+        assert changed_name("digits-cmcl", base, changed) == "digits-cmcl-hidden16"
+        both = change(base, {"network_options": {"channels": 1}, "network_options.hidden": 16})
+        assert both.network_options == {"channels": 1, "hidden": 16}
+        assert changed_name("d", base, both) == "d-hidden16", "what is left out the hash tells"
+        fewer = change(base, {"network_options": {"channels": 1}})
+        assert changed_name("d", base, fewer) == "d-networkoptions"
 
     @pytest.mark.parametrize(
         ("changes", "message"),

@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import cmcl
@@ -81,12 +83,13 @@ def small():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
-def recorded(folder, network, method, *, members=3, **settings):
+def recorded(folder, network, method, *, members=3, task=None, seed=0, **settings):
     train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
     torch.manual_seed(0)
     ensemble = cmcl.Ensemble(network, members, **settings)
     recipe = cmcl.Recipe(method=method, members=members, overlap=1, steps=2, batch_size=16, optimizer="adam")
-    result = cmcl.fit(ensemble, train, recipe=recipe, out=folder, options=cmcl.Options(quiet=True))
+    options = cmcl.Options(quiet=True)
+    result = cmcl.fit(ensemble, train, recipe=recipe, out=folder, task=task, seed=seed, options=options)
     return cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
 
 
@@ -101,6 +104,43 @@ def test_unlike_networks_are_not_compared(tmp_path):
     assert second.startswith("On own data with 3 Sequential of 1,490 parameters (2 steps), CMCL errs")
     assert " errors" not in first + second
     assert Record.load(tmp_path / "tiny" / "record.json") == tiny
+
+
+def test_unlike_tasks_are_not_compared(tmp_path):
+    smoothed = partial(F.cross_entropy, label_smoothing=0.1, reduction="none")
+
+    def smooth(logits, targets):
+        return smoothed(logits, targets)
+
+    runs = [recorded(tmp_path / f"plain{seed}", small, "cmcl", seed=seed) for seed in (0, 1)]
+    runs += [recorded(tmp_path / f"own{seed}", small, "cmcl", seed=seed, task=smooth) for seed in (0, 1)]
+    assert [run.task for run in runs] == [
+        None,
+        None,
+        *["test_unlike_tasks_are_not_compared.<locals>.smooth"] * 2,
+    ]
+    told = [text for text in of_runs(runs) if " errs on " in text]
+    assert len(told) == 2
+    assert all("(n = 2)" in text for text in told), "and not 4"
+    assert "task test_unlike_tasks" in told[1]
+    assert Record.load(tmp_path / "own1" / "record.json") == runs[3]
+    assert recorded(tmp_path / "part", small, "ie", task=smoothed).task == "partial"
+
+
+class TestSeed:
+    def test_is_that_of_the_training(self, tmp_path):
+        assert recorded(tmp_path / "run", small, "ie", seed=7).seed == 7
+
+    def test_another_is_refused(self, trained):
+        folder, ensemble, test, recipe, result = trained
+        given = {"recipe": recipe, "result": result}
+        with pytest.raises(ValueError, match="seed must be that of the training, 0. Got 1."):
+            cmcl.record(folder, ensemble, test, **given, seed=1)
+        rows = [row | {"seed": seed} for row in result.rows for seed in (3, 4)]
+        several = replace(result, rows=rows)
+        with pytest.raises(ValueError, match=r"seed must say which of \[3, 4\] .* Got none"):
+            cmcl.record(folder, ensemble, test, recipe=recipe, result=several)
+        assert cmcl.record(folder, ensemble, test, recipe=recipe, result=several, seed=4).seed == 4
 
 
 def test_like_networks_are_compared(tmp_path):

@@ -113,8 +113,17 @@ def test_the_title_claims_no_more_than_was_measured():
 def test_seconds_of_seeds_that_trained_together_are_told_so():
     together = [made_record("digits-ie", seed, seconds=90.0, together=[0, 1]) for seed in (0, 1)]
     table = tables.summary_table([*together, made_record("digits-mcl", seconds=50.0)])
-    assert [row[-1].text for row in table.rows] == ["90 for 2 seeds", "90 for 2 seeds", "50"]
+    assert [row[-1].text for row in table.rows[1:]] == ["90 for 2 seeds", "90 for 2 seeds", "50"]
     assert "took them together, not each" in table.note
+
+
+def test_seeds_have_their_mean_before_them():
+    runs = [made_record("digits-ie", seed, top1=2.0 + 2 * seed, oracle=1.0) for seed in (0, 1)]
+    partial = [replace(made_record("digits-mcl", seed), full_length=False) for seed in (0, 1)]
+    rows = tables.summary_table([*runs, *partial, made_record("digits-cmcl")]).rows
+    assert [row[0].text.split(":")[-1] for row in rows].count(" mean") == 1
+    assert texts(rows[0])[:3] == ["digits-ie: mean", "3.00 ± 1.41", "1.00 ± 0.00"]
+    assert "n = 2" in texts(rows[0])
 
 
 def test_a_table_tells_where_its_numbers_come_from():
@@ -274,9 +283,24 @@ def test_no_superlative_and_no_mean_over_recipes():
     one, ie = made_record("digits-cmcl", top1=3.0), made_record("digits-ie", top1=5.0)
     other = replace(one, name="mine", recipe_hash="f" * 16, errors={"expected": {"top1": 9.0, "oracle": 1.0}})
     assert of_runs([one, other, ie]) == [
-        "On digits, digits-cmcl errs on 3.00 %, mine errs on 9.00 % and an independent ensemble (IE) errs on "
-        "5.00 % of the test images."
+        "On digits, of the test images: digits-cmcl errs on 3.00 %, beside IE 40.0 % fewer errors (one run "
+        "each); mine errs on 9.00 %, beside IE 80.0 % more errors (one run each); an independent ensemble (IE) "
+        "errs on 5.00 %."
     ]
+    assert "beside" not in of_runs([one, other])[0]
+    near = replace(other, errors={"expected": {"top1": 4.9, "oracle": 1.0}})
+    assert "mine errs on 4.90 %, beside IE a difference within the noise" in of_runs([one, near, ie])[0]
+
+
+def test_no_calibration_of_several_recipes_together():
+    def calibrated(name, confidence):
+        bins = {"count": [100], "confidence": [confidence], "accuracy": [97.0]}
+        calibration = {"ece": 97.0 - confidence, "risk_coverage": [1.0], "reliability": bins}
+        record = made_record("digits-cmcl", calibration=calibration, recipe_hash=name)
+        return replace(record, name=name)
+
+    told = of_runs([calibrated("digits-cmcl", 60.0), calibrated("mine", 20.0)])[-1]
+    assert told.startswith("On digits, digits-cmcl: CMCL's averaged answer is too modest: 60.0 % sure")
 
 
 def test_modest_answers_are_told_only_where_they_are():

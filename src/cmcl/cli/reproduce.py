@@ -88,7 +88,7 @@ def reproduce(
         for name, choice in choices.items():
             typer.echo(_describe_choice(name, choice))
     if (code := _code(report)) == TIME_OVER:
-        note(f"not all is done: {GO_ON}.")
+        note(_go_on(report))
     raise typer.Exit(code)
 
 
@@ -108,6 +108,17 @@ def _code(report: "Report") -> int:
         r for r in report.left.values() if any(word in r for word in ("s left", "stopped by", "time over"))
     ]
     return TIME_OVER if late else FAILED if report.left else 0
+
+
+def _go_on(report: "Report") -> str:
+    """What to do next; the same again would do nothing, if nothing is short enough for the budget."""
+    if report.begun:
+        return f"not all is done: {GO_ON}."
+    shortest = _duration(min(job.seconds for job in report.jobs))
+    return (
+        f"nothing was started: the shortest run is expected to take {shortest} on {report.jobs[0].device}. "
+        "Give it a longer --budget, or --unfinished to start what will need several."
+    )
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -103,6 +103,7 @@ def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
     from ..data.files import nearest
 
     kinds = {field.name: field.type for field in fields(recipe)}
+    changes = _with_options(recipe, changes)
     for name, value in changes.items():
         if name not in kinds:
             raise ValueError(
@@ -116,6 +117,15 @@ def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
     other = {"epochs": "steps", "steps": "epochs"}  # the one length takes the other's place
     values |= {other[name]: None for name in other if name in values and other[name] not in values}
     return replace(recipe, **values)
+
+
+def _with_options(recipe: "Recipe", changes: Mapping[str, Any]) -> dict[str, Any]:
+    """network_options.hidden=16 changes that option, and leaves the recipe's others as they are."""
+    prefix = "network_options."
+    own = {name.removeprefix(prefix): value for name, value in changes.items() if name.startswith(prefix)}
+    rest = {name: value for name, value in changes.items() if not name.startswith(prefix)}
+    whole = rest.get("network_options", recipe.network_options)
+    return rest | {"network_options": {**whole, **own}} if own else rest
 
 
 def _as_written(name: str, value: Any, kind: Any) -> Any:
@@ -140,8 +150,16 @@ def changed_name(name: str, base: "Recipe", changed: "Recipe") -> str:
     """The recipe's name and what differs: readable, and a name for a folder. The hash tells the rest."""
     before, after = base.to_json(), changed.to_json()
     different = [key for key, value in after.items() if value != before.get(key) and value is not None]
-    words = [_word(key, after[key]) for key in different]
+    words = [word for key in different for word in _words(key, after[key], before.get(key))]
     return "-".join([name, *words])[:100]
+
+
+def _words(key: str, value: Any, before: Any) -> list[str]:
+    """Of options, those that differ."""
+    if not isinstance(value, dict):
+        return [_word(key, value)]
+    changed = {name: one for name, one in value.items() if one != (before or {}).get(name, ...)}
+    return [_word(name, one) for name, one in changed.items()] or [_word(key, None)]
 
 
 def _word(key: str, value: Any) -> str:
@@ -219,5 +237,11 @@ def _show(records: "list[Record]", folder: Path, as_json: bool) -> None:
         return
     columns = ("seed", ">top-1 %", ">oracle %", ">members alone %", ">ECE %", ">seconds")
     title = f"{records[0].name}: errors on {records[0].test_examples:,} test images"
-    print_table(columns, [[row["seed"], *map(number, list(row.values())[1:])] for row in rows], title=title)
+    lines = [[row["seed"], *map(number, list(row.values())[1:])] for row in rows]
+    if len(rows) > 1:
+        from ..experiments.records import spread
+
+        spreads = (spread([row[key] for row in rows]) for key in list(rows[0])[1:-1])
+        lines.append(["mean", *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in spreads), ""])
+    print_table(columns, lines, title=title)
     typer.echo(f"\n{folder}")

@@ -39,6 +39,12 @@ class Result:
     scores: list[dict[str, float]]  # on the test data, for each repeat, in percent
     steps: int
     seconds: float  # over all the times the run was resumed
+    task: str | None = None  # the name of a task loss of the user's own
+
+
+def _name(task: TaskLoss) -> str:
+    """Of a function, or of what stands for one."""
+    return getattr(task, "__qualname__", type(task).__qualname__)
 
 
 class Diverged(RuntimeError):
@@ -108,7 +114,7 @@ class Run:
         for ensemble in self.state.ensembles:
             ensemble.eval()  # it is there to be asked now; and several threads may ask at once
         scores = [] if self.test is None else [self._scores(e, self.test) for e in self.state.ensembles]
-        return Result(self.rows, scores, self.state.step, seconds)
+        return Result(self.rows, scores, self.state.step, seconds, self.task and _name(self.task))
 
     def _epoch(self, epoch: int, step: Step | Captured) -> None:
         state, steps = self.state, self.source.steps(epoch)

@@ -56,6 +56,7 @@ class Report:
     jobs: list[Job]  # all that was missing when it began, in order
     records: list[Record] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # run -> why it was not finished
+    begun: int = 0  # so many were started
 
 
 def campaign(
@@ -105,6 +106,7 @@ def campaign(
             report.left[_label(job)] = f"expected to take {seconds:.0f} s, {max(left, 0):.0f} s left"
             continue
         say(f"{_label(job)}: started, expected to take {seconds:.0f} s")
+        report.begun += 1
         try:
             with stopping_after(left):
                 done = run(

@@ -44,7 +44,7 @@ def record(
     *,
     recipe: Recipe,
     result: Result,
-    seed: int = 0,
+    seed: int | None = None,
     outside: Dataset | Tensor | None = None,
     options: Options | None = None,
     ignore_index: int | None = None,
@@ -57,11 +57,12 @@ def record(
         folder: the `out` of `fit`; its name becomes the record's.
         ensemble: as `fit` left it.
         test: inputs that it has not learned, with their targets: a `Dataset`, or (inputs, targets).
-        recipe, result, seed, options: what `fit` was given and what it returned.
+        recipe, result, options: what `fit` was given and what it returned.
+        seed: which of those that `fit` was given, if there are several.
         outside: inputs of a kind that it has never seen.
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is one anyway.
     """
-    folder, recipe = Path(folder), fitting(recipe, ensemble)
+    folder, recipe, seed = Path(folder), fitting(recipe, ensemble), _seed(result, seed)
     if isinstance(test, Dataset) and ignore_index is not None:
         raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
     data = test if isinstance(test, Dataset) else _data(ensemble, *test, ignore_index)
@@ -76,6 +77,7 @@ def record(
         test_examples=len(data.images),
         checksums={"test": tensor_checksum({"images": data.images, "targets": data.targets})},
         network=None if recipe.network else described(ensemble.members),
+        task=result.task,
         outside=None if unseen is None else unseen.source,
         steps=result.steps,
         seconds=round(result.seconds, 3),
@@ -89,6 +91,16 @@ def record(
         write_gallery(folder / "gallery", ensemble, data, data.images)
     made.save(folder / "record.json")
     return made
+
+
+def _seed(result: Result, seed: int | None) -> int:
+    """The one that the run was trained with."""
+    trained = sorted({row["seed"] for row in result.rows})  # none, if there was nothing left to train
+    if seed is None and len(trained) > 1:
+        raise ValueError(f"seed must say which of {trained} the ensemble was trained with. Got none.")
+    if seed is not None and trained and seed not in trained:
+        raise ValueError(f"seed must be that of the training, {' or '.join(map(str, trained))}. Got {seed}.")
+    return seed if seed is not None else trained[0] if trained else 0
 
 
 def described(members: nn.ModuleList) -> dict[str, Any]:

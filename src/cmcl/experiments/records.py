@@ -37,6 +37,7 @@ class Record:
     entropy: Mapping[str, Any]
     # Of networks of one's own, which no recipe names: class, parameters, digest. Older records lack it.
     network: Mapping[str, Any] | None = None
+    task: str | None = None  # the name of a task loss of one's own, which no recipe names either
     outside: str | None = None  # the set of things never seen that `entropy` and AUROC tell of
     validation: Mapping[str, float] | None = None  # errors on what was held out
     steps: int

@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from torch import Tensor
 
 from .. import data
@@ -108,11 +109,12 @@ def run(
         "full_length": steps is None,
         "together": list(seeds),
     }
-    records = []
+    records, people = [], Console(stderr=True, quiet=options.quiet)
     for seed, ensemble in zip(seeds, ensembles, strict=True):
         own = folder if len(seeds) == 1 else folder / f"seed{seed}"
         trained = _trained(folder, own / "record.json", result, now)
         ensemble.save(own / "ensemble")
+        people.print(f"seed {seed}: {_to_measure(sets, recipe, test_limit)}", highlight=False, soft_wrap=True)
         measured = _measure(ensemble, sets, recipe, seed, test_limit, options)
         records.append(record := Record(seed=seed, **facts, **trained, **measured))
         record.save_if_new(own / "record.json")
@@ -120,6 +122,14 @@ def run(
         if results is not None:
             record.save_if_new(Path(results) / "records" / record.file_name)
     return records
+
+
+def _to_measure(sets: Sets, recipe: Recipe, limit: int | None) -> str:
+    """What a person waits for: on a CPU it may take longer than a short training."""
+    text = f"measuring on {len(sets.test[:limit]):,} test images"
+    if sets.outside is None:
+        return text
+    return f"{text}, and on {len(sets.outside):,} of {OUTSIDE[recipe.data or '']}, never seen"
 
 
 def run_folder(out: str | Path, name: str, recipe: Recipe, seeds: Sequence[int]) -> Path:

@@ -34,10 +34,13 @@ def _of_data(data: str, records: Sequence[Record]) -> list[str]:
     groups = _groups(complete)
     found: list[str] = []
     silent = ""
-    for group in groups[:MOST]:
-        name = data if len(groups) == 1 else f"{data} with {_network(group[-1])}"
+    networks = [_network(group[-1]) for group in groups]
+    for group, network in list(zip(groups, networks, strict=True))[:MOST]:
+        twin = networks.count(network) > 1  # with other options
+        more = f" as in {group[-1].name}" if twin else ""
+        name = data if len(groups) == 1 else f"{data} with {network}{more}"
         found += _of_group(name, group)
-        silent = silent or modest(_of(group, "cmcl"), _of(group, "ie"), where=f"On {name}, ")  # once will do
+        silent = silent or _modest(name, group)  # once will do
     found[-1] = f"{found[-1]} {_grain(complete[0])}".strip()
     found.append(silent)
     if len(groups) > MOST:
@@ -46,6 +49,18 @@ def _of_data(data: str, records: Sequence[Record]) -> list[str]:
         runs = "One partial run is" if partial == 1 else f"{partial} partial runs are"
         found.append(f"On {data}: {runs} in the table only, and not compared.")
     return list(filter(None, found))
+
+
+def _modest(name: str, group: Sequence[Record]) -> str:
+    """Of the first CMCL recipe that is so; a mean over several would be nobody's."""
+    cmcl = _of(group, "cmcl")
+    recipes = dict.fromkeys(record.recipe_hash for record in cmcl)
+    for recipe in recipes:
+        own = [record for record in cmcl if record.recipe_hash == recipe]
+        where = f"On {name}, " if len(recipes) == 1 else f"On {name}, {own[0].name}: "
+        if text := modest(own, _of(group, "ie"), where=where):
+            return text
+    return ""
 
 
 def _of(records: Sequence[Record], method: str) -> list[Record]:
@@ -71,12 +86,13 @@ def _kind(record: Record) -> str:
     keys = ("data", "network", "network_options", "preprocess", "examples", "validation")
     recipe = [record.recipe.get(key) for key in keys]
     own = record.network and record.network["digest"]  # the recipe has no name for it
-    return json.dumps([*recipe, own, record.steps, record.test_examples, record.checksums], sort_keys=True)
+    alike = [*recipe, own, record.task, record.steps, record.test_examples, record.checksums]
+    return json.dumps(alike, sort_keys=True)
 
 
 def _network(record: Record) -> str:
     network, m = str(record.recipe.get("network") or _own(record)), record.recipe["members"]
-    steps = f"({record.steps:,} steps)"
+    steps = f"({record.steps:,} steps{f', task {record.task}' if record.task else ''})"
     return f"{m if m > 1 else 'a single'} {NETWORKS.get(network, network)} {steps}"
 
 
@@ -94,8 +110,9 @@ def _of_group(name: str, records: Sequence[Record]) -> list[str]:
     groups = list(recipes.values())
     methods = [method_of(group[0].recipe) for group in groups]
     if len(set(methods)) < len(methods):  # several of one method: none stands for it
-        listed = [f"{_called(group, methods)} errs on {_error(group)}" for group in groups]
-        return [f"On {name}, {_joined(listed)} of {_things(records[0])}."]
+        ie = groups[methods.index("ie")] if methods.count("ie") == 1 else None
+        listed = [f"{_called(g, methods)} errs on {_error(g)}{_beside(g, ie)}" for g in groups]
+        return [f"On {name}, of {_things(records[0])}: {'; '.join(listed)}."]
     found = dict(zip(methods, groups, strict=True))
     first, *rest = methods
     text = f"On {name}, {LONG[first]} errs on {_error(found[first])} of {_things(records[0])}"
@@ -107,6 +124,11 @@ def _of_group(name: str, records: Sequence[Record]) -> list[str]:
         beside = f"{_joined(others)}{_oracle(found)}."
         return [f"{text}.", beside[0].upper() + beside[1:]]
     return [f"{text}."]
+
+
+def _beside(group: Sequence[Record], ie: Sequence[Record] | None) -> str:
+    """A method's difference to an independent ensemble, if there is one."""
+    return f", beside IE {_told(group, ie)}" if ie and method_of(group[0].recipe) in ("cmcl", "mcl") else ""
 
 
 def _called(group: Sequence[Record], methods: Sequence[str]) -> str:

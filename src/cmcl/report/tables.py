@@ -9,6 +9,7 @@ from ..experiments.claims import judge
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import CELLS, TARGETS, Cell
 from ..experiments.records import Record
+from ..experiments.records import spread as summed
 from . import story
 from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread
 
@@ -177,29 +178,48 @@ def headline_table(records: Records) -> Table:
 
 
 def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = None) -> Table:
-    """Every record in a row."""
+    """Every record in a row; before the seeds of a recipe, their mean."""
     columns = [Column("Run", numeric=False)]
     columns += [Column(title) for title in ("Top-1, %", "Oracle, %", "Member, %", "ECE, %")]
     columns += [Column("Method", numeric=False), Column("Data", numeric=False)]
     columns += [Column("Seed"), Column("Seconds")]
-    rows = []
+    recipes: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
-        errors = record.errors["expected"]
-        numbers = (errors["top1"], errors["oracle"], fmean(record.members), record.calibration["ece"])
-        name = (labels or {}).get(record.file_name, record.name)
-        recipe = record.recipe
-        row = [Value(name + ("" if record.complete else " (partial)"), link=record.name)]
-        row += [Value(f"{number:.2f}", number) for number in numbers]
-        row += [Value(METHODS[method_of(recipe)]), Value(data_name(recipe["data"]))]
-        row += [Value(str(record.seed), record.seed), Value(_seconds(record), record.seconds)]
-        rows.append(row)
+        recipes.setdefault((record.name, record.recipe_hash, str(record.complete)), []).append(record)
+    rows = []
+    for group in recipes.values():
+        rows += [_mean_row(group)] if len(group) > 1 and group[0].complete else []
+        rows += [_summary_row(record, (labels or {}).get(record.file_name, record.name)) for record in group]
     note = (
         "Top-1: the ensemble's answer; for segmentation, the most confident member's. Oracle: the best "
-        "member's for each image. Member: the mean member's. ECE: expected calibration error. Seconds: of "
-        "the whole run; seeds that trained together took them together, not each."
+        "member's for each image. Member: the mean member's. ECE: expected calibration error. Of several "
+        "seeds the mean ± standard deviation comes first. Seconds: of the whole run; seeds that trained "
+        "together took them together, not each."
     )
     source = story.made_on(records)
     return Table("summary", "Errors on the test set", columns, rows, note=note, source=source)
+
+
+def _summary_row(record: Record, name: str) -> list[Value]:
+    row = [Value(name + ("" if record.complete else " (partial)"), link=record.name)]
+    row += [Value(f"{number:.2f}", number) for number in _summed_up(record)]
+    row += [Value(METHODS[method_of(record.recipe)]), Value(data_name(record.recipe["data"]))]
+    return [*row, Value(str(record.seed), record.seed), Value(_seconds(record), record.seconds)]
+
+
+def _mean_row(records: Sequence[Record]) -> list[Value]:
+    first = records[0]
+    spreads = [summed(column) for column in zip(*map(_summed_up, records), strict=True)]
+    row = [Value(f"{first.name}: mean", link=first.name)]
+    row += [Value(spread(found), found["mean"]) for found in spreads]
+    row += [Value(METHODS[method_of(first.recipe)]), Value(data_name(first.recipe["data"]))]
+    return [*row, Value(f"n = {len(records)}"), Value("")]
+
+
+def _summed_up(record: Record) -> tuple[float, ...]:
+    """Top-1, oracle, member and calibration error."""
+    errors = record.errors["expected"]
+    return errors["top1"], errors["oracle"], fmean(record.members), record.calibration["ece"]
 
 
 def _seconds(record: Record) -> str:
