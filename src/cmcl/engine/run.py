@@ -6,6 +6,7 @@ R repeats (seeds) of one ensemble train together; N examples.
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,11 @@ class Result:
     task: str | None = None  # the name of a task loss of the user's own
 
 
-def _name(task: TaskLoss) -> str:
-    """Of a function, or of what stands for one."""
+def _name(task: Any) -> str:
+    """Of a function, or of what stands for one; a partial's settings tell it from others."""
+    if isinstance(task, partial):
+        settings = [*map(repr, task.args), *(f"{key}={value!r}" for key, value in task.keywords.items())]
+        return f"{_name(task.func)}({', '.join(settings)})"
     return getattr(task, "__qualname__", type(task).__qualname__)
 
 
