@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -123,11 +124,11 @@ def _treated(ensemble: str, treatment: str) -> list[str]:
 def masks() -> str:
     """CMCL with feature sharing against IE, with the mean of the masks at test and with masks drawn."""
     paths = sorted((ROOT / "results" / "records").glob("*--seed0.json"))
-    records = [json.loads(path.read_text()) for path in paths]
-    alike = ("data", "network", "members")
+    records = [record for record in map(json.loads, map(Path.read_text, paths)) if record["full_length"]]
+    alike = ("data", "network", "members", "preprocess", "network_options")
     plain = {"method": "ie", "sharing": False, "adversarial": 0.0}.items()
     ie = {
-        tuple(record["recipe"][key] for key in alike): record["errors"]["expected"]["top1"]
+        json.dumps([record["recipe"][key] for key in alike]): record["errors"]["expected"]["top1"]
         for record in records
         if plain <= {key: record["recipe"][key] for key, _ in plain}.items()
     }
@@ -138,7 +139,7 @@ def masks() -> str:
     for record in records:
         recipe = record["recipe"]
         if recipe["method"] == "cmcl" and recipe["sharing"]:
-            other = ie[tuple(recipe[key] for key in alike)]
+            other = ie[json.dumps([recipe[key] for key in alike])]
             cells = [f"{other:.2f}"]
             for mode in ("expected", "sampled"):
                 mine = record["errors"][mode]["top1"]

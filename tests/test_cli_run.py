@@ -218,8 +218,12 @@ class TestTrain:
         assert "NaN or infinite at step" in err
         assert err.count("\n") == 1
 
+    def test_it_says_what_it_measures(self, cmcl, tmp_path):
+        _, _, err = cmcl("train", "tiny-cmcl", "--out", tmp_path)
+        assert "seed 0: measuring on 359 test images\n" in err
+
     def test_seeds_together(self, cmcl, tmp_path):
-        code, out, _ = cmcl(
+        code, out, err = cmcl(
             *("train", "tiny-cmcl", "--out", tmp_path, "--seed", 3, "--seeds", 2, "--quiet", "--results"),
             tmp_path / "results",
         )
@@ -227,6 +231,7 @@ class TestTrain:
         (folder,) = tmp_path.glob("tiny-cmcl--*--seeds3-4")
         assert [line.split()[0] for line in out.splitlines()[2:5]] == ["3", "4", "mean"]
         assert out.splitlines()[4].count("±") == 4
+        assert not err, "asked to be quiet"
         assert [p.parent.name for p in find_ensembles(folder)] == ["seed3", "seed4"]
         assert len(list((tmp_path / "results" / "records").glob("*.json"))) == 2
         code, out, _ = cmcl("evaluate", folder, "--json", "--limit", 20)
@@ -282,6 +287,10 @@ class TestChange:
             ({"drops": [[1]]}, r"drops must be pairs of numbers, such as \[\[0.5, 0.1\]\]. Got \[\[1\]\]."),
             ({"beta": float("nan")}, "beta must be a finite number. Got nan."),
             ({"network_options": []}, r"network_options must be a JSON object. Got \[\]."),
+            (
+                {"network_options": 5, "network_options.hidden": 3},
+                "network_options must be a JSON object. Got 5.",
+            ),
             ({"sharing": 1}, "sharing must be true or false or null. Got 1."),
             ({"overlap": 2.5}, "overlap must be a whole number. Got 2.5."),
         ],

@@ -125,7 +125,7 @@ def test_unlike_tasks_are_not_compared(tmp_path):
     assert "task test_unlike_tasks" in told[1]
     assert Record.load(tmp_path / "own1" / "record.json") == runs[3]
     of_partial = recorded(tmp_path / "part", small, "ie", task=smoothed).task
-    assert of_partial == "cross_entropy(label_smoothing=0.1, reduction='none')"
+    assert of_partial == "cross_entropy {'label_smoothing': 0.1, 'reduction': 'none'}"
 
 
 class TestSeed:
@@ -137,11 +137,34 @@ class TestSeed:
         given = {"recipe": recipe, "result": result}
         with pytest.raises(ValueError, match="seed must be that of the training, 0. Got 1."):
             cmcl.record(folder, ensemble, test, **given, seed=1)
-        rows = [row | {"seed": seed} for row in result.rows for seed in (3, 4)]
-        several = replace(result, rows=rows)
+        several = replace(result, seeds=[3, 4])
         with pytest.raises(ValueError, match=r"seed must say which of \[3, 4\] .* Got none"):
             cmcl.record(folder, ensemble, test, recipe=recipe, result=several)
-        assert cmcl.record(folder, ensemble, test, recipe=recipe, result=several, seed=4).seed == 4
+
+    def test_of_a_run_that_was_finished_before(self, tmp_path):
+        given = {"recipe": cmcl.Recipe(members=2, steps=2, batch_size=16), "seed": 7, "out": tmp_path}
+        train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
+        for resume in (False, True):
+            torch.manual_seed(0)
+            ensemble = cmcl.Ensemble(small, 2)
+            result = cmcl.fit(ensemble, train, **given, resume=resume, options=cmcl.Options(quiet=True))
+            made = cmcl.record(tmp_path, ensemble, test, recipe=given["recipe"], result=result)
+            assert (made.seed, made.together) == (7, [7])
+        assert result.rows == [], "nothing was left to train"
+
+    def test_several_have_folders_of_their_own(self, tmp_path):
+        ensembles = [cmcl.Ensemble(small, 2) for _ in range(2)]
+        given = {
+            "recipe": cmcl.Recipe(members=2, steps=2, batch_size=16),
+            "options": cmcl.Options(quiet=True),
+        }
+        train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
+        result = cmcl.fit(ensembles, train, seed=[3, 4], out=tmp_path / "both", **given)
+        for seed, ensemble in zip((3, 4), ensembles, strict=True):
+            made = cmcl.record(tmp_path / "both", ensemble, test, result=result, seed=seed, **given)
+            assert Record.load(tmp_path / "both" / f"seed{seed}" / "record.json") == made
+            assert (made.name, made.seed, made.together) == ("both", seed, [3, 4])
+        assert "(n = 2)" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
 
 
 def test_like_networks_are_compared(tmp_path):

@@ -126,6 +126,17 @@ def test_seeds_have_their_mean_before_them():
     assert "n = 2" in texts(rows[0])
 
 
+def test_only_like_runs_have_a_mean_and_each_seed_counts_once():
+    one, two = (made_record("digits-ie", seed, top1=2.0 + 2 * seed) for seed in (0, 1))
+    elsewhere = replace(two, name="another-folder")
+    (mean, *_) = tables.summary_table([one, elsewhere, one]).rows
+    assert texts(mean)[:2] == ["digits-ie: mean", "3.00 ± 1.41"]
+    for other in (replace(two, task="smooth"), replace(two, test_examples=7)):
+        rows = tables.summary_table([one, other]).rows
+        assert len(rows) == 2, "no mean"
+    assert "(n = 2)" in of_runs([one, two, one])[0]
+
+
 def test_a_table_tells_where_its_numbers_come_from():
     ie, cmcl = (f"cifar10-resnet20-{method}" for method in ("ie", "cmcl"))
     here = {"device": "cpu", "precision": "float32", "versions": {"torch": "2.13.0"}, "commit": "a" * 40}

@@ -112,11 +112,11 @@ def _code(report: "Report") -> int:
 
 def _go_on(report: "Report") -> str:
     """What to do next; the same again would do nothing, if nothing is short enough for the budget."""
-    if report.begun:
+    if report.moved:
         return f"not all is done: {GO_ON}."
     shortest = _duration(min(job.seconds for job in report.jobs))
     return (
-        f"nothing was started: the shortest run is expected to take {shortest} on {report.jobs[0].device}. "
+        f"nothing came of it: the shortest run is expected to take {shortest} on {report.jobs[0].device}. "
         "Give it a longer --budget, or --unfinished to start what will need several."
     )
 

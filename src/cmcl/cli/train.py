@@ -125,7 +125,9 @@ def _with_options(recipe: "Recipe", changes: Mapping[str, Any]) -> dict[str, Any
     own = {name.removeprefix(prefix): value for name, value in changes.items() if name.startswith(prefix)}
     rest = {name: value for name, value in changes.items() if not name.startswith(prefix)}
     whole = rest.get("network_options", recipe.network_options)
-    return rest | {"network_options": {**whole, **own}} if own else rest
+    if not own or not isinstance(whole, Mapping):  # what it is instead is told with the other fields
+        return rest
+    return rest | {"network_options": {**whole, **own}}
 
 
 def _as_written(name: str, value: Any, kind: Any) -> Any:

@@ -6,7 +6,6 @@ R repeats (seeds) of one ensemble train together; N examples.
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,8 @@ class Result:
     scores: list[dict[str, float]]  # on the test data, for each repeat, in percent
     steps: int
     seconds: float  # over all the times the run was resumed
+    seeds: list[int]  # of the repeats
     task: str | None = None  # the name of a task loss of the user's own
-
-
-def _name(task: Any) -> str:
-    """Of a function, or of what stands for one; a partial's settings tell it from others."""
-    if isinstance(task, partial):
-        settings = [*map(repr, task.args), *(f"{key}={value!r}" for key, value in task.keywords.items())]
-        return f"{_name(task.func)}({', '.join(settings)})"
-    return getattr(task, "__qualname__", type(task).__qualname__)
 
 
 class Diverged(RuntimeError):
@@ -118,7 +110,9 @@ class Run:
         for ensemble in self.state.ensembles:
             ensemble.eval()  # it is there to be asked now; and several threads may ask at once
         scores = [] if self.test is None else [self._scores(e, self.test) for e in self.state.ensembles]
-        return Result(self.rows, scores, self.state.step, seconds, self.task and _name(self.task))
+        return Result(
+            self.rows, scores, self.state.step, seconds, seeds=self.state.seeds, task=self.state.task
+        )
 
     def _epoch(self, epoch: int, step: Step | Captured) -> None:
         state, steps = self.state, self.source.steps(epoch)

@@ -56,7 +56,7 @@ class Report:
     jobs: list[Job]  # all that was missing when it began, in order
     records: list[Record] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # run -> why it was not finished
-    begun: int = 0  # so many were started
+    moved: bool = False  # whether anything is further than before
 
 
 def campaign(
@@ -106,13 +106,13 @@ def campaign(
             report.left[_label(job)] = f"expected to take {seconds:.0f} s, {max(left, 0):.0f} s left"
             continue
         say(f"{_label(job)}: started, expected to take {seconds:.0f} s")
-        report.begun += 1
         try:
             with stopping_after(left):
                 done = run(
                     job.name, job.seeds, out=runs, results=results, root=root, cache=cache, options=options
                 )
         except Interrupted as stop:
+            report.moved = True
             report.left[_label(job)] = str(stop).replace(
                 "go on with resume=True", "the next campaign goes on"
             )
@@ -121,6 +121,7 @@ def campaign(
             report.left[_label(job)] = f"{type(error).__name__}: {error}"
             continue
         report.records += done
+        report.moved = True
         say(f"{_label(job)}: done in {done[0].seconds:.0f} s")
     for label, reason in report.left.items():
         say(f"{label}: {reason}")

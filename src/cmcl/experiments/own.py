@@ -1,7 +1,6 @@
 """A run of your own, measured: what `cmcl report` shows of named recipes, for any network and any inputs."""
 
 import json
-import re
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +15,7 @@ from ..data.checksum import tensor_checksum
 from ..data.dataset import IGNORE, Dataset
 from ..engine import Options, Result
 from ..engine.admission import fitting
+from ..engine.state import ADDRESS
 from ..ensemble import Ensemble
 from ..recipe import Recipe
 from . import environment
@@ -25,7 +25,6 @@ from .records import Record
 
 PIXELS = (torch.uint8, torch.float32)
 CHANNELS = (1, 3, 4)  # that can be drawn
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, which is another in every process
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,12 @@ def record(
         ensemble: as `fit` left it.
         test: inputs that it has not learned, with their targets: a `Dataset`, or (inputs, targets).
         recipe, result, options: what `fit` was given and what it returned.
-        seed: which of those that `fit` was given, if there are several.
+        seed: which of those that `fit` was given, if there are several; they get folders of their own inside.
         outside: inputs of a kind that it has never seen.
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is one anyway.
     """
     folder, recipe, seed = Path(folder), fitting(recipe, ensemble), _seed(result, seed)
+    own = folder if len(result.seeds) == 1 else folder / f"seed{seed}"  # as `cmcl train` does
     if isinstance(test, Dataset) and ignore_index is not None:
         raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
     data = test if isinstance(test, Dataset) else _data(ensemble, *test, ignore_index)
@@ -81,26 +81,26 @@ def record(
         outside=None if unseen is None else unseen.source,
         steps=result.steps,
         seconds=round(result.seconds, 3),
-        together=[seed],
+        together=result.seeds,
         **environment.facts(options or Options()),
         # it reads images and targets only, whatever their shape
         **measure(ensemble, cast(Dataset, data), outside=cast("Dataset | None", unseen), seed=seed),
     )
-    ensemble.save(folder / "ensemble")
+    ensemble.save(own / "ensemble")
     if isinstance(data, Dataset):
-        write_gallery(folder / "gallery", ensemble, data, data.images)
-    made.save(folder / "record.json")
+        write_gallery(own / "gallery", ensemble, data, data.images)
+    made.save(own / "record.json")
     return made
 
 
 def _seed(result: Result, seed: int | None) -> int:
     """The one that the run was trained with."""
-    trained = sorted({row["seed"] for row in result.rows})  # none, if there was nothing left to train
+    trained = result.seeds
     if seed is None and len(trained) > 1:
         raise ValueError(f"seed must say which of {trained} the ensemble was trained with. Got none.")
-    if seed is not None and trained and seed not in trained:
+    if seed not in {None, *trained}:
         raise ValueError(f"seed must be that of the training, {' or '.join(map(str, trained))}. Got {seed}.")
-    return seed if seed is not None else trained[0] if trained else 0
+    return trained[0] if seed is None else seed
 
 
 def described(members: nn.ModuleList) -> dict[str, Any]:

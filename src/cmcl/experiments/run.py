@@ -129,7 +129,7 @@ def _to_measure(sets: Sets, recipe: Recipe, limit: int | None) -> str:
     text = f"measuring on {len(sets.test[:limit]):,} test images"
     if sets.outside is None:
         return text
-    return f"{text}, and on {len(sets.outside):,} of {OUTSIDE[recipe.data or '']}, never seen"
+    return f"{text}, and on {len(sets.outside[:limit]):,} of {OUTSIDE[recipe.data or '']}, never seen"
 
 
 def run_folder(out: str | Path, name: str, recipe: Recipe, seeds: Sequence[int]) -> Path:

@@ -19,11 +19,16 @@ MOST = 3  # sentences on one data set; the table has the rest
 
 def of_runs(records: Sequence[Record]) -> list[str]:
     """For each data set, what its runs tell."""
-    sentences: list[str] = []
+    records, sentences = distinct(records), []
     for data in dict.fromkeys(record.recipe["data"] for record in records):
         own = [record for record in records if record.recipe["data"] == data]
         sentences += _of_data(data_name(data), own)
     return sentences
+
+
+def distinct(records: Sequence[Record]) -> list[Record]:
+    """Each recipe's seed once, of runs that are alike: trained twice, it counts as one."""
+    return list({(kind(record), record.recipe_hash, record.seed): record for record in records}.values())
 
 
 def _of_data(data: str, records: Sequence[Record]) -> list[str]:
@@ -71,17 +76,17 @@ def _groups(records: Sequence[Record]) -> list[list[Record]]:
     """Like runs together; a single network stands beside the ensembles of its kind."""
     kinds: dict[str, list[Record]] = {}
     for record in records:
-        kinds.setdefault(_kind(record), []).append(record)
+        kinds.setdefault(kind(record), []).append(record)
     groups = []
-    for kind in kinds.values():
-        alone = [record for record in kind if record.recipe["members"] == 1]
-        sizes = sorted({record.recipe["members"] for record in kind} - {1})
-        ensembles = [[record for record in kind if record.recipe["members"] == m] for m in sizes]
+    for alike in kinds.values():
+        alone = [record for record in alike if record.recipe["members"] == 1]
+        sizes = sorted({record.recipe["members"] for record in alike} - {1})
+        ensembles = [[record for record in alike if record.recipe["members"] == m] for m in sizes]
         groups += [[*alone, *group] for group in ensembles or [[]]]
     return groups
 
 
-def _kind(record: Record) -> str:
+def kind(record: Record) -> str:
     """What must be the same for two runs to be compared."""
     keys = ("data", "network", "network_options", "preprocess", "examples", "validation")
     recipe = [record.recipe.get(key) for key in keys]

@@ -100,9 +100,9 @@ def _compact(value: Any) -> str:
 def _headline(material: Material) -> Table | None:
     if material.paper:
         return headline_table(material.evidence)
-    measured = {run.record.file_name: run.record for run in material.runs if run.record}
+    measured = [run.record for run in material.runs if run.record]
     labels = {run.record.file_name: run.label for run in material.runs if run.record}
-    return summary_table(list(measured.values()), labels) if measured else None
+    return summary_table(measured, labels) if measured else None
 
 
 def _grouped(records: Sequence[Record]) -> dict[str, list[Record]]:

@@ -11,6 +11,7 @@ from ..experiments.paper import CELLS, TARGETS, Cell
 from ..experiments.records import Record
 from ..experiments.records import spread as summed
 from . import story
+from .comparing import distinct, kind
 from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread
 
 Summary = Mapping[str, Any]  # as `summarise` returns it
@@ -184,8 +185,8 @@ def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = 
     columns += [Column("Method", numeric=False), Column("Data", numeric=False)]
     columns += [Column("Seed"), Column("Seconds")]
     recipes: dict[tuple[str, ...], list[Record]] = {}
-    for record in records:
-        recipes.setdefault((record.name, record.recipe_hash, str(record.complete)), []).append(record)
+    for record in distinct(records):
+        recipes.setdefault((kind(record), record.recipe_hash, str(record.complete)), []).append(record)
     rows = []
     for group in recipes.values():
         rows += [_mean_row(group)] if len(group) > 1 and group[0].complete else []
