@@ -365,6 +365,7 @@ def test_a_device_that_cannot_compute():
             {"network": "fcn", "network_options": {"channels": 1, "filters": [2, 4]}},
             "with an answer per image. Got a network with an answer per pixel",
         ),
+        ({"network_options": {"hiden": 3}}, "must be options of cnn. Got 'hiden'. Did you mean 'hidden'?"),
         (
             {"network_options": DIGITS.network_options | {"classes": 9}},
             "of 10 classes. Got a network for 9",

@@ -1,5 +1,6 @@
 """From a recipe to the untrained ensemble, and whether it fits the data: said before the first step."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,11 @@ def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ense
             "recipe.network must name a network. Got None. Build the ensemble and call cmcl.fit."
         )
     network, options = named("network", recipe.network, NETWORKS), recipe.network_options
+    known = list(inspect.signature(network).parameters)
+    for name in options:
+        if name not in known:
+            cure = nearest(name, known)
+            raise ValueError(f"network_options must be options of {recipe.network}. Got {name!r}. {cure}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         ensemble = Ensemble(
