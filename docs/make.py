@@ -7,14 +7,15 @@ import json
 import re
 from collections.abc import Callable
 from itertools import chain
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
 from drawings import DRAWN, RECORDS, ROOT, STYLE, digest, segmentation_errors
 
+from cmcl.experiments import find
 from cmcl.experiments.paper import TARGETS
+from cmcl.experiments.records import load_records
 from cmcl.report.documents import fill
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -123,28 +124,23 @@ def _treated(ensemble: str, treatment: str) -> list[str]:
 
 def masks() -> str:
     """CMCL with feature sharing against IE, with the mean of the masks at test and with masks drawn."""
-    paths = sorted((ROOT / "results" / "records").glob("*--seed0.json"))
-    records = [record for record in map(json.loads, map(Path.read_text, paths)) if record["full_length"]]
-    alike = ("data", "network", "members", "preprocess", "network_options")
-    plain = {"method": "ie", "sharing": False, "adversarial": 0.0}.items()
-    ie = {
-        json.dumps([record["recipe"][key] for key in alike]): record["errors"]["expected"]["top1"]
-        for record in records
-        if plain <= {key: record["recipe"][key] for key, _ in plain}.items()
+    records = {
+        record.name: record
+        for record in load_records(ROOT / "results")
+        if record.seed == 0 and record.recipe_hash == find(record.name).hash
     }
     rows = [
         "| recipe | IE top-1 % | CMCL, mean of the masks | beside IE | CMCL, masks drawn | beside IE |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for record in records:
-        recipe = record["recipe"]
-        if recipe["method"] == "cmcl" and recipe["sharing"]:
-            other = ie[json.dumps([recipe[key] for key in alike])]
+    for name, record in records.items():
+        if record.recipe["method"] == "cmcl" and record.recipe["sharing"]:
+            other = records[f"{name.split('-cmcl')[0]}-ie"].errors["expected"]["top1"]
             cells = [f"{other:.2f}"]
             for mode in ("expected", "sampled"):
-                mine = record["errors"][mode]["top1"]
+                mine = record.errors[mode]["top1"]
                 cells += [f"{mine:.2f}", f"{100 * (mine / other - 1):+.1f} %".replace("-", "−")]
-            rows.append(f"| {record['name']} | {' | '.join(cells)} |")
+            rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -128,6 +128,19 @@ def test_unlike_tasks_are_not_compared(tmp_path):
     assert of_partial == "cross_entropy {'label_smoothing': 0.1, 'reduction': 'none'}"
 
 
+def test_a_task_is_called_the_same_in_every_process(tmp_path):
+    class Weights:
+        pass
+
+    def own(logits, targets, weights):
+        return F.cross_entropy(logits, targets, reduction="none")
+
+    runs = [recorded(tmp_path / str(i), small, "ie", task=partial(own, weights=Weights())) for i in (0, 1)]
+    assert runs[0].task == runs[1].task
+    assert "Weights object" in runs[0].task
+    assert "0x" not in runs[0].task
+
+
 class TestSeed:
     def test_is_that_of_the_training(self, tmp_path):
         assert recorded(tmp_path / "run", small, "ie", seed=7).seed == 7

@@ -137,6 +137,16 @@ def test_only_like_runs_have_a_mean_and_each_seed_counts_once():
     assert "(n = 2)" in of_runs([one, two, one])[0]
 
 
+def test_a_seed_that_comes_twice_under_two_names_is_two_things():
+    """Trained on other images, say, which no record tells; neither may vanish, nor be the other's repeat."""
+    one, other = (replace(made_record("digits-ie", top1=top1), name=f"own{top1:g}") for top1 in (2.0, 4.0))
+    rows = tables.summary_table([one, other]).rows
+    assert [row[0].text for row in rows] == ["own2", "own4"]
+    assert of_runs([one, other]) == [
+        "On digits, of the test images: own2 errs on 2.00 %; own4 errs on 4.00 %."
+    ]
+
+
 def test_a_table_tells_where_its_numbers_come_from():
     ie, cmcl = (f"cifar10-resnet20-{method}" for method in ("ie", "cmcl"))
     here = {"device": "cpu", "precision": "float32", "versions": {"torch": "2.13.0"}, "commit": "a" * 40}

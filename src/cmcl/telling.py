@@ -1,5 +1,6 @@
-"""What a person is told of what went wrong."""
+"""What a person is told of what went wrong, and of what things are called."""
 
+import re
 import sys
 import warnings
 
@@ -15,3 +16,8 @@ def tell(text: str) -> None:
 def first_line(error: BaseException) -> str:
     """What to tell of an error within a sentence: its first line, or its name."""
     return str(error).strip().partition("\n")[0].strip().rstrip(".") or type(error).__name__
+
+
+def without_addresses(text: str) -> str:
+    """What Python prints of an object, but for its place in memory, which is another in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

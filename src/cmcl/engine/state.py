@@ -3,7 +3,6 @@
 R repeats.
 """
 
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from ..data.batches import epoch_seed
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from ..recipe import Recipe
+from ..telling import without_addresses
 from .checkpoint import Checkpoint
 from .optimizer import make_optimizer
 from .tally import Tally
@@ -107,9 +107,6 @@ class State:
         self.step = checkpoint.step
 
 
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which is another in every process
-
-
 def _differences(kept: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
     """What two recipes do not have in common."""
     keys = [key for key in {**kept, **now} if kept.get(key) != now.get(key)]
@@ -121,5 +118,5 @@ def _name(task: TaskLoss | None) -> str | None:
     """Enough of a function to notice another one; a partial's tensors, as class weights, by their shape."""
     if isinstance(task, partial):
         options = {k: list(v.shape) if isinstance(v, Tensor) else v for k, v in task.keywords.items()}
-        return ADDRESS.sub("", f"{_name(task.func)} {options}")
+        return without_addresses(f"{_name(task.func)} {options}")
     return None if task is None else getattr(task, "__qualname__", type(task).__qualname__)

@@ -24,6 +24,7 @@ ENOUGH = 0.5  # of a printed reduction: the sign alone would call noise a succes
 FLAT = 1.0  # percent; a change below it is none
 REPAIRED = 0.9  # of the distance from MCL's top-1 error to that of IE
 ALMOST = 1.25  # times the training time: "almost the same"
+RIVALS = ("IE", "MCL")  # with which costs are compared
 LONG = 120.0  # seconds; in shorter runs starting and compiling weigh more than the method
 SPECIAL, ALIKE = 50.0, 20.0  # points between a class's best and worst member: specialists above, none below
 SURE, UNSURE = 1 / 3, 2 / 3  # of the largest entropy, for the median
@@ -187,9 +188,6 @@ def _cost(found: Evidence, printed: list[float]) -> Iterator[Part]:
                 yield Part(text, mine <= ALMOST * other, numbers)
     if not compared:
         yield Part(f"CMCL takes at most {ALMOST:g} times as long as IE or MCL")
-
-
-RIVALS = ("IE", "MCL")
 
 
 def _times(records: Sequence[Record]) -> dict[tuple[Any, ...], dict[str, list[float]]]:

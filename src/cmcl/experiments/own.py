@@ -15,9 +15,9 @@ from ..data.checksum import tensor_checksum
 from ..data.dataset import IGNORE, Dataset
 from ..engine import Options, Result
 from ..engine.admission import fitting
-from ..engine.state import ADDRESS
 from ..ensemble import Ensemble
 from ..recipe import Recipe
+from ..telling import without_addresses
 from . import environment
 from .gallery import write_gallery
 from .measure import measure
@@ -116,7 +116,7 @@ def described(members: nn.ModuleList) -> dict[str, Any]:
 def _parts(member: nn.Module) -> list[Any]:
     """Its layers by name, class and what they print of themselves, and the shapes of its parameters."""
     layers = [
-        [name, type(part).__name__, ADDRESS.sub("", part.extra_repr())]
+        [name, type(part).__name__, without_addresses(part.extra_repr())]
         for name, part in member.named_modules()
     ]
     return [layers, [[key, list(value.shape)] for key, value in member.named_parameters()]]

@@ -27,8 +27,26 @@ def of_runs(records: Sequence[Record]) -> list[str]:
 
 
 def distinct(records: Sequence[Record]) -> list[Record]:
-    """Each recipe's seed once, of runs that are alike: trained twice, it counts as one."""
-    return list({(kind(record), record.recipe_hash, record.seed): record for record in records}.values())
+    """Without the same run in two folders: name, recipe and seed are the same, and what it was trained on."""
+    return list({(kind(record), record.file_name): record for record in records}.values())
+
+
+def repeats(records: Sequence[Record]) -> list[list[Record]]:
+    """Runs that differ in nothing but the seed.
+
+    Where a seed comes twice they differ in something that no record tells, and only names tell them apart.
+    """
+    alike: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        alike.setdefault((kind(record), record.recipe_hash, str(record.complete)), []).append(record)
+    found: list[list[Record]] = []
+    for group in alike.values():
+        if len({record.seed for record in group}) == len(group):
+            found.append(group)
+        else:
+            names = dict.fromkeys(record.name for record in group)
+            found += [[record for record in group if record.name == name] for name in names]
+    return found
 
 
 def _of_data(data: str, records: Sequence[Record]) -> list[str]:
@@ -58,10 +76,8 @@ def _of_data(data: str, records: Sequence[Record]) -> list[str]:
 
 def _modest(name: str, group: Sequence[Record]) -> str:
     """Of the first CMCL recipe that is so; a mean over several would be nobody's."""
-    cmcl = _of(group, "cmcl")
-    recipes = dict.fromkeys(record.recipe_hash for record in cmcl)
-    for recipe in recipes:
-        own = [record for record in cmcl if record.recipe_hash == recipe]
+    recipes = repeats(_of(group, "cmcl"))
+    for own in recipes:
         where = f"On {name}, " if len(recipes) == 1 else f"On {name}, {own[0].name}: "
         if text := modest(own, _of(group, "ie"), where=where):
             return text
@@ -108,11 +124,8 @@ def _own(record: Record) -> str:
 
 def _of_group(name: str, records: Sequence[Record]) -> list[str]:
     """CMCL beside IE, then the others."""
-    recipes: dict[str, list[Record]] = {}
     order = ("cmcl", "ie", "single", "mcl")
-    for record in sorted(records, key=lambda r: order.index(method_of(r.recipe))):
-        recipes.setdefault(record.recipe_hash, []).append(record)
-    groups = list(recipes.values())
+    groups = repeats(sorted(records, key=lambda r: order.index(method_of(r.recipe))))
     methods = [method_of(group[0].recipe) for group in groups]
     if len(set(methods)) < len(methods):  # several of one method: none stands for it
         ie = groups[methods.index("ie")] if methods.count("ie") == 1 else None

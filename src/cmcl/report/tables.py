@@ -11,7 +11,7 @@ from ..experiments.paper import CELLS, TARGETS, Cell
 from ..experiments.records import Record
 from ..experiments.records import spread as summed
 from . import story
-from .comparing import distinct, kind
+from .comparing import distinct, repeats
 from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread
 
 Summary = Mapping[str, Any]  # as `summarise` returns it
@@ -184,11 +184,8 @@ def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = 
     columns += [Column(title) for title in ("Top-1, %", "Oracle, %", "Member, %", "ECE, %")]
     columns += [Column("Method", numeric=False), Column("Data", numeric=False)]
     columns += [Column("Seed"), Column("Seconds")]
-    recipes: dict[tuple[str, ...], list[Record]] = {}
-    for record in distinct(records):
-        recipes.setdefault((kind(record), record.recipe_hash, str(record.complete)), []).append(record)
     rows = []
-    for group in recipes.values():
+    for group in repeats(distinct(records)):
         rows += [_mean_row(group)] if len(group) > 1 and group[0].complete else []
         rows += [_summary_row(record, (labels or {}).get(record.file_name, record.name)) for record in group]
     note = (
