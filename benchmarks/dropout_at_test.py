@@ -4,7 +4,8 @@
 
 "shrunk" is the program's, every value times the chance to be kept; "expected" the mean of each pooled maximum
 over the masks (`expected_pooling`); "drawn" are masks as in training, answers averaged over so many draws.
-Prints errors on the test images and, since what was learned must show there in any case, on training images.
+Prints errors on the test images and, since what was learned must show there in any case, on training images;
+with --held-out, for runs that were trained with that `--validation`, on what they did not see of those.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import cmcl
 from cmcl.cli.runs import find_ensembles, open_ensemble
-from cmcl.data.dataset import Dataset, spread
+from cmcl.data.dataset import Dataset, split_validation, spread
 from cmcl.experiments.environment import commit, device_name, versions
 from cmcl.networks import SplitNetwork
 from cmcl.networks.cnn import DropoutPool, PlainDropout
@@ -72,20 +73,24 @@ def main() -> None:
     parser.add_argument("--root", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--train-images", type=int, default=2000)
+    parser.add_argument("--held-out", type=float, help="the runs' `--validation`")
     parser.add_argument("--limit", type=int, help="test images")
     given = parser.parse_args()
     test, train = (cmcl.data.load("cifar10", split=split, root=given.root) for split in ("test", "train"))
-    test, train = spread(test, given.limit), spread(train, given.train_images)
+    name, other = "train", spread(train, given.train_images)
+    if given.held_out:
+        name, other = "held-out", split_validation(train, given.held_out)[1]
+    test = spread(test, given.limit)
     print(f"{device_name(torch.device(given.device))}, torch {versions()['torch']}, commit {commit()}")
-    print(f"{len(test):,} test images, {len(train):,} training images")
+    print(f"{len(test):,} test images, {len(other):,} {name} images")
     for place in (place for run in given.runs for place in find_ensembles(run)):
         ensemble = open_ensemble(place, root=given.root, device=given.device)
         print("##", place.parent.name if place.name == "ensemble" else place.name)
         for treatment, draws in TREATMENTS.items():
             for member in ensemble.members:
                 treat(member, treatment)
-            on_test, on_train = (errors(ensemble, data, draws) for data in (test, train))
-            print(f"{treatment:14s} test {on_test} | train {on_train}", flush=True)
+            on_test, on_other = (errors(ensemble, data, draws) for data in (test, other))
+            print(f"{treatment:14s} test {on_test} | {name} {on_other}", flush=True)
 
 
 if __name__ == "__main__":

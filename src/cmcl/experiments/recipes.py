@@ -29,6 +29,9 @@ CNN = Recipe(
     weight_decay=5e-4,
     drops=((0.3, 0.2), (0.6, 0.2), (0.8, 0.2)),
 )
+# What the program does at test gives errors well above the paper's, this gives the paper's
+# (docs/reproduction.md, results/dropout-at-test-h200.txt). The training is the same.
+SMALL = replace(CNN, network_options={"expected_pooling": True})
 VGGNET = replace(
     CNN,
     network="vggnet17",
@@ -105,18 +108,18 @@ LARGE = (RESNET, VGGNET, GOOGLENET)
 
 
 def _table1() -> Iterator[tuple[str, Recipe]]:
-    cmcl = replace(CNN, method="cmcl")  # K=1, beta 0.75
-    yield "cifar10-cnn-ie", CNN
-    yield "cifar10-cnn-mcl", replace(CNN, method="mcl")
+    cmcl = replace(SMALL, method="cmcl")  # K=1, beta 0.75
+    yield "cifar10-cnn-ie", SMALL
+    yield "cifar10-cnn-mcl", replace(SMALL, method="mcl")
     yield "cifar10-cnn-cmcl", cmcl
     yield "cifar10-cnn-cmcl-sharing", replace(cmcl, sharing=True)
     yield "cifar10-cnn-cmcl-sharing-sampled", replace(cmcl, **BOTH)
-    yield "cifar10-cnn-ie-adversarial", replace(CNN, adversarial=0.01)  # figure 2c
+    yield "cifar10-cnn-ie-adversarial", replace(SMALL, adversarial=0.01)  # figure 2c
 
 
 def _table2() -> Iterator[tuple[str, Recipe]]:
     for m in (5, 10):
-        base = replace(CNN, members=m)
+        base = replace(SMALL, members=m)
         yield table2_name(m, "ie", None), base
         for k in (1, 2, 3, 4):
             yield table2_name(m, "mcl", k), replace(base, method="mcl", overlap=k)
