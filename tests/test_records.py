@@ -12,7 +12,7 @@ from cmcl.data.preprocess import MeanStd
 from cmcl.engine.locking import FolderInUseError, locked
 from cmcl.engine.run import Run
 from cmcl.experiments import Cell, environment, find
-from cmcl.experiments.measure import errors, measure
+from cmcl.experiments.measure import ask, errors, measure
 from cmcl.experiments.recipes import DIGITS, RECIPES
 from cmcl.experiments.records import Record, choose, fills, known_checksums, load_records, summarise
 from cmcl.experiments.run import build, load_sets, run, run_folder
@@ -399,8 +399,12 @@ def digits(n=40):
     return replace(test, images=test.images / 255)
 
 
+def measured(ensemble, test, **more):
+    return measure(ask(ensemble, test.images, **more), test.targets)
+
+
 def test_measures_without_sharing():
-    found = measure(build(TINY, 0), digits())
+    found = measured(build(TINY, 0), digits())
     assert found["errors"]["expected"] == found["errors"]["sampled"]
     assert "outside" not in found["entropy"]
     assert len(found["calibration"]["risk_coverage"]) == 100
@@ -414,12 +418,21 @@ def test_measures_without_sharing():
 
 def test_measures_with_sharing_and_unseen_data():
     ensemble = build(replace(TINY, sharing=True), 0)
-    unseen = replace(digits(30), images=torch.rand(30, 1, 8, 8) * 3)
-    found = measure(ensemble, digits(), outside=unseen, seed=3)
-    assert found == measure(ensemble, digits(), outside=unseen, seed=3), "the masks have a seed"
+    unseen = torch.rand(30, 1, 8, 8) * 3
+    found = measured(ensemble, digits(), outside=unseen, seed=3)
+    assert found == measured(ensemble, digits(), outside=unseen, seed=3), "the masks have a seed"
     assert sum(found["entropy"]["outside"][0]) == sum(found["entropy"]["averaged_outside"]) == 30
     assert 0 <= found["calibration"]["auroc"] <= 1
     assert ensemble.share_at_test == "expected"
+
+
+def test_every_test_image_is_asked_once(tmp_path, monkeypatch):
+    asked, predict = [], cmcl.Ensemble.predict
+    counted = lambda self, x, **more: (asked.append(len(x)), predict(self, x, **more))[1]  # noqa: E731
+    monkeypatch.setattr(cmcl.Ensemble, "predict", counted)
+    (record,) = run("tiny-ie", out=tmp_path, test_limit=50, options=OPTIONS)
+    assert asked == [record.test_examples] == [50], "measured, and shown, from the same answers"
+    assert list(tmp_path.glob("*/gallery/gallery.json"))
 
 
 def test_errors_by_hand():
@@ -437,7 +450,7 @@ def test_errors_by_hand():
 def test_segmentation_counts_the_most_confident_member():
     recipe = replace(find("shapes-ie"), network_options={"filters": [2, 4]})
     shapes = cmcl.data.load("shapes", split="test", groups=2, per_group=5, size=8)
-    found = measure(build(recipe, 0), replace(shapes, images=shapes.images / 255))
+    found = measured(build(recipe, 0), replace(shapes, images=shapes.images / 255))
     assert found["errors"]["expected"]["top1"] == found["errors"]["expected"]["picked"]
     assert sum(found["entropy"]["test"][0]) == len(shapes)
     json.dumps(found, allow_nan=False)
@@ -446,7 +459,7 @@ def test_segmentation_counts_the_most_confident_member():
 def test_classes_without_examples_are_none():
     test = digits()
     rows = [i for i, label in enumerate(test.targets.tolist()) if label != 3]
-    found = measure(build(TINY, 0), Dataset(test.images[rows], test.targets[rows], test.classes))
+    found = measured(build(TINY, 0), Dataset(test.images[rows], test.targets[rows], test.classes))
     assert [row[3] for row in found["classwise"]] == [None, None]
 
 

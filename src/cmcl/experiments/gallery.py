@@ -13,27 +13,21 @@ from torch import Tensor
 
 from .. import metrics
 from ..data.dataset import Dataset, counting, ignored
-from ..ensemble import Ensemble
 from ..files import replacing
-from .measure import predict
 
 FORMAT = 1
 DISPUTED, SCENES = 12, 6  # pictures of a classifier, and of a segmentation
 
 
-def write_gallery(
-    folder: Path, ensemble: Ensemble, test: Dataset, pictures: Tensor, *, batch_size: int = 1000
-) -> None:
+def write_gallery(folder: Path, probs: Tensor, test: Dataset, pictures: Tensor) -> None:
     """Write gallery.json and small PNG files.
 
     Args:
         folder: where to.
-        ensemble: the trained members.
-        test: images as the ensemble takes them, with their targets.
+        probs: what the members answered (M, N, C, ...).
+        test: what they were asked, with its targets.
         pictures: the same images as people see them (N, channels, height, width).
-        batch_size: images at a time.
     """
-    probs = predict(ensemble, test.images, batch_size=batch_size)
     folder.mkdir(parents=True, exist_ok=True)
     dense = test.targets.ndim > 1
     chosen = (

@@ -4,13 +4,14 @@ Errors are in percent. M members, N examples, C classes.
 """
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import metrics
-from ..data.dataset import Dataset, counting, ignored
+from ..data.dataset import counting, ignored
 from ..ensemble import Ensemble
 
 BINS = 50  # of an entropy histogram, from 0 to log C
@@ -18,39 +19,49 @@ RELIABILITY_BINS = 15
 COVERAGES = 100  # points of the risk-coverage curve
 
 
-def measure(
+class Answers(NamedTuple):
+    """What an ensemble's members answered: probabilities (M, N, C, ...), on the CPU."""
+
+    test: Tensor  # mode "expected" of feature sharing
+    drawn: Tensor  # mode "sampled"; the same tensor where nothing is shared
+    outside: Tensor | None = None  # images of a kind that the ensemble has never seen
+
+
+def ask(
     ensemble: Ensemble,
-    test: Dataset,
+    images: Tensor,
     *,
-    outside: Dataset | None = None,
+    outside: Tensor | None = None,
     batch_size: int = 1000,
     seed: int = 0,
-) -> dict[str, Any]:
-    """Errors in both sharing modes, and the rest in mode "expected".
+) -> Answers:
+    """Everything that is measured of an ensemble comes from these answers; on a CPU they take their time.
 
     Args:
-        ensemble: what to measure.
-        test: images, transformed or raw, with their targets.
+        ensemble: whom to ask.
+        images: transformed or raw.
         outside: images of a kind that the ensemble has never seen.
         batch_size: images at a time.
         seed: of the masks in mode "sampled".
     """
-    probs = predict(ensemble, test.images, batch_size=batch_size)
-    expected = errors(probs, test.targets)
-    sampled = expected
-    if ensemble.share_after is not None:
-        drawn = predict(ensemble, test.images, mode="sampled", batch_size=batch_size, seed=seed)
-        sampled = errors(drawn, test.targets)
-    unseen = None if outside is None else predict(ensemble, outside.images, batch_size=batch_size)
-    ignore = ignored(test.targets, probs.shape[2])
-    members = metrics.member_errors(probs, test.targets, ignore_index=ignore)
-    classwise = metrics.classwise_accuracy(probs, test.targets, ignore_index=ignore)  # (M, C)
+    of = partial(predict, ensemble, batch_size=batch_size)
+    test = of(images)
+    drawn = test if ensemble.share_after is None else of(images, mode="sampled", seed=seed)
+    return Answers(test, drawn, None if outside is None else of(outside))
+
+
+def measure(answers: Answers, targets: Tensor) -> dict[str, Any]:
+    """Errors in both sharing modes, and the rest in mode "expected"."""
+    probs, drawn, unseen = answers
+    ignore = ignored(targets, probs.shape[2])
+    members = metrics.member_errors(probs, targets, ignore_index=ignore)
+    classwise = metrics.classwise_accuracy(probs, targets, ignore_index=ignore)  # (M, C)
     return {
-        "errors": {"expected": expected, "sampled": sampled},
+        "errors": {"expected": errors(probs, targets), "sampled": errors(drawn, targets)},
         "members": _percent(members),
         "classwise": _percent(classwise),
-        "calibration": _calibration(probs, test.targets, unseen),
-        "entropy": _entropies(probs, test.targets, unseen),
+        "calibration": _calibration(probs, targets, unseen),
+        "entropy": _entropies(probs, targets, unseen),
     }
 
 

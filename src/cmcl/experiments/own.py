@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..recipe import Recipe
 from ..telling import without_addresses
 from . import environment
 from .gallery import write_gallery
-from .measure import measure
+from .measure import ask, measure
 from .records import Record
 
 PIXELS = (torch.uint8, torch.float32)
@@ -67,6 +67,7 @@ def record(
         raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
     data = test if isinstance(test, Dataset) else _data(ensemble, *test, ignore_index)
     unseen = Inputs(outside, outside) if isinstance(outside, Tensor) else outside
+    answers = ask(ensemble, data.images, outside=None if unseen is None else unseen.images, seed=seed)
     made = Record(
         name=folder.name,
         recipe=recipe.to_json(),
@@ -83,12 +84,11 @@ def record(
         seconds=round(result.seconds, 3),
         together=result.seeds,
         **environment.facts(options or Options()),
-        # it reads images and targets only, whatever their shape
-        **measure(ensemble, cast(Dataset, data), outside=cast("Dataset | None", unseen), seed=seed),
+        **measure(answers, data.targets),
     )
     ensemble.save(own / "ensemble")
     if isinstance(data, Dataset):
-        write_gallery(own / "gallery", ensemble, data, data.images)
+        write_gallery(own / "gallery", answers.test, data, data.images)
     made.save(own / "record.json")
     return made
 

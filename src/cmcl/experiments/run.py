@@ -27,7 +27,7 @@ from ..recipe import Recipe
 from . import environment
 from .building import build, check_fits, named
 from .gallery import write_gallery
-from .measure import errors, measure, predict
+from .measure import Answers, ask, errors, measure, predict
 from .recipes import OUTSIDE, find
 from .records import Record
 
@@ -115,10 +115,10 @@ def run(
         trained = _trained(folder, own / "record.json", result, now)
         ensemble.save(own / "ensemble")
         people.print(f"seed {seed}: {_to_measure(sets, recipe, test_limit)}", highlight=False, soft_wrap=True)
-        measured = _measure(ensemble, sets, recipe, seed, test_limit, options)
+        answers, measured = _measure(ensemble, sets, recipe, seed, test_limit, options)
         records.append(record := Record(seed=seed, **facts, **trained, **measured))
         record.save_if_new(own / "record.json")
-        write_gallery(own / "gallery", ensemble, sets.test[:test_limit], sets.pictures)
+        write_gallery(own / "gallery", answers.test, sets.test[:test_limit], sets.pictures)
         if results is not None:
             record.save_if_new(Path(results) / "records" / record.file_name)
     return records
@@ -209,20 +209,21 @@ def load_outside(name: str | None, root: str | Path | None) -> Dataset | None:
 
 def _measure(
     ensemble: Ensemble, sets: Sets, recipe: Recipe, seed: int, limit: int | None, options: Options
-) -> dict[str, Any]:
+) -> tuple[Answers, dict[str, Any]]:
     test, outside = sets.test[:limit], sets.outside and sets.outside[:limit]
-    batch = options.evaluation_batch
-    found = measure(ensemble, test, outside=outside, batch_size=batch, seed=seed)
-    held_out = hold_out(sets.train, recipe.validation)[1]
-    if isinstance(held_out, Dataset):
-        probs = predict(ensemble, held_out.images, batch_size=batch)
-        found["validation"] = errors(probs, held_out.targets)
-    return found | {
+    unseen, batch = None if outside is None else outside.images, options.evaluation_batch
+    answers = ask(ensemble, test.images, outside=unseen, batch_size=batch, seed=seed)
+    found = measure(answers, test.targets) | {
         "test_examples": len(test),
         "full_test": len(test) == len(sets.test),
         "checksums": sets.checksums,
         "outside": None if outside is None else OUTSIDE[str(recipe.data)],
     }
+    held_out = hold_out(sets.train, recipe.validation)[1]
+    if isinstance(held_out, Dataset):
+        probs = predict(ensemble, held_out.images, batch_size=batch)
+        found["validation"] = errors(probs, held_out.targets)
+    return answers, found
 
 
 def _write_json(path: Path, value: Any) -> None:
