@@ -11,7 +11,7 @@ from cmcl.experiments.claims import judge
 from cmcl.experiments.evidence import Evidence
 from cmcl.experiments.noise import noise_known, within_noise
 from cmcl.experiments.records import load_records
-from cmcl.report import documents, story, tables
+from cmcl.report import documents, markdown, story, tables
 from cmcl.report.comparing import of_runs
 from report_samples import made_record, whole_paper
 
@@ -74,7 +74,7 @@ def test_worse_than_the_paper_is_marked_as_worse():
         table = tables.paper_tables([*twice(IE, top1=12.0), *twice(CMCL, top1=top1, oracle=50.0)])[2]
         row = row_of(table, "ResNet-20", "CIFAR-10", "CMCL")
         assert (row[4].worse, row[7].worse) == (False, worse), "of top-1 only"
-        assert ("▲" in tables._marked(row[7])) is worse
+        assert ("▲" in markdown._marked(row[7])) is worse
     assert row_of(table, "ResNet-20", "CIFAR-10", "single network")[7].worse, "14.03 there, 16 here"
 
 
@@ -161,9 +161,9 @@ def test_a_table_tells_where_its_numbers_come_from():
         "unknown. 1 of the 2 runs was resumed with another machine, version or commit; the record has the "
         "stretches."
     )
-    for text in (tables.headline(both), tables.paper_markdown(3, both)):
+    for text in (markdown.headline(both), markdown.paper_markdown(3, both)):
         assert text.endswith(story.made_on(both))
-    assert "Trained on" not in tables.paper_markdown(1, both)  # nothing of it is measured
+    assert "Trained on" not in markdown.paper_markdown(1, both)  # nothing of it is measured
 
 
 def test_own_data_have_a_name():
@@ -193,7 +193,7 @@ def test_no_negative_zero():
 
 def test_headline():
     svhn = made_record("svhn-resnet20-ie", top1=4.79)
-    text = tables.headline([made_record(CMCL, top1=8.84), made_record(IE, top1=10.24), svhn])
+    text = markdown.headline([made_record(CMCL, top1=8.84), made_record(IE, top1=10.24), svhn])
     lines = text.splitlines()
     assert lines[0].startswith("| Method | CIFAR-10: paper | CIFAR-10: ours | CIFAR-10: n |")
     assert lines[2] == "| single network | 14.03 | 14.24 | 1 | 5.31 | 8.79 ▲ | 1 |"
@@ -202,7 +202,7 @@ def test_headline():
 
 def test_markdown_keeps_foreign_signs_apart():
     table = tables.Table("t", "c", [tables.Column("a|b")], [[tables.Value("<b>x</b> | `y`\n*z*")]])
-    assert tables.markdown(table).splitlines()[2] == r"| \<b\>x\</b\> \| \`y\` \*z\* |"
+    assert markdown.markdown(table).splitlines()[2] == r"| \<b\>x\</b\> \| \`y\` \*z\* |"
 
 
 def test_sentences_are_computed():
@@ -350,7 +350,7 @@ def test_documents_are_filled(tmp_path):
     text = path.read_text()
     assert text.startswith("before\n<!-- cmcl:headline -->\n| Method |")
     assert text.endswith("<!-- cmcl:end -->\nafter\n")
-    assert tables.headline(records) in text
+    assert markdown.headline(records) in text
     assert not documents.refresh(path, records)
     assert documents.refresh(path, [made_record(CMCL, top1=8.5)], check=True), "other records, stale document"
 

@@ -14,7 +14,7 @@ from ..experiments.claims import judge
 from ..experiments.evidence import Evidence, Records
 from ..experiments.records import load_records
 from . import story
-from .tables import claims_markdown, headline, paper_markdown
+from .markdown import claims_markdown, headline, paper_markdown
 
 REGIONS: dict[str, Callable[[Evidence], str]] = {
     "headline": headline,

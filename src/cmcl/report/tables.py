@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from ..experiments.claims import judge
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import CELLS, TARGETS, Cell
 from ..experiments.records import Record
@@ -223,54 +222,3 @@ def _summed_up(record: Record) -> tuple[float, ...]:
 def _seconds(record: Record) -> str:
     seeds = len(record.together)
     return f"{record.seconds:,.0f}" + (f" for {seeds} seeds" if seeds > 1 else "")
-
-
-def markdown(table: Table) -> str:
-    """A table in Markdown."""
-    heads = [f"{column.group.removesuffix(', %')}: {column.title}".lstrip(": ") for column in table.columns]
-    aligned = ["--:" if column.numeric else "---" for column in table.columns]
-    lines = [_line(heads), f"|{'|'.join(aligned)}|"]
-    lines += [_line([_marked(value) for value in row]) for row in table.rows]
-    return "\n".join(lines)
-
-
-def _line(texts: Sequence[str]) -> str:
-    return "| " + " | ".join(escaped(text) for text in texts) + " |"
-
-
-def escaped(text: str) -> str:
-    """A text in Markdown, on one line, whose signs are only signs."""
-    for sign in "\\|<>`*_[":
-        text = text.replace(sign, f"\\{sign}")
-    return " ".join(text.split())
-
-
-def _marked(value: Value) -> str:
-    return " ".join(filter(None, (value.text, MARKS.get(value.mark or ""), WORSE * value.worse)))
-
-
-def headline(records: Records) -> str:
-    """The headline table in Markdown."""
-    table = headline_table(records)
-    return f"{markdown(table)}\n\n{table.caption}, %. {below(table)}"
-
-
-def paper_markdown(number: int, records: Records) -> str:
-    """One of the paper's tables in Markdown, with its caption."""
-    table = paper_tables(records)[number - 1]
-    return f"{markdown(table)}\n\n{table.caption}. Errors in percent. {below(table)}"
-
-
-def below(table: Table) -> str:
-    """What stands below a table in Markdown: how to read it, where it comes from."""
-    return " ".join(filter(None, (table.note, table.source and escaped(table.source))))
-
-
-def claims_markdown(records: Records) -> str:
-    """Every claim with its verdict, and below it the parts that are measured."""
-    lines = ["| where | claim | verdict | measured |", "|---|---|---|---|"]
-    for verdict in judge(records):
-        lines.append(f"| **{verdict.where}** {_line([verdict.claim, verdict.status, ''])}")
-        parts = (part for part in verdict.parts if part.found)
-        lines += [_line(["", part.text, part.status, part.found]) for part in parts]
-    return "\n".join(lines)
