@@ -9,6 +9,7 @@ with --held-out, for runs that were trained with that `--validation`, on what th
 """
 
 import argparse
+import json
 from functools import partial
 from pathlib import Path
 
@@ -85,7 +86,10 @@ def main() -> None:
     print(f"{len(test):,} test images, {len(other):,} {name} images")
     for place in (place for run in given.runs for place in find_ensembles(run)):
         ensemble = open_ensemble(place, root=given.root, device=given.device)
-        print("##", place.parent.name if place.name == "ensemble" else place.name)
+        run = place.parent if place.name == "ensemble" else place
+        if given.held_out and json.loads((run / "recipe.json").read_text())["validation"] != given.held_out:
+            parser.error(f"--held-out must be what {run.name} was trained with, as --validation.")
+        print("##", run.name)
         for treatment, draws in TREATMENTS.items():
             for member in ensemble.members:
                 treat(member, treatment)

@@ -36,6 +36,12 @@ class TestRepeats:
         with pytest.raises(ValueError, match="Got 0 for 0 ensembles"):
             fit([], data(), recipe=LINEAR, seed=[], options=QUIET)
 
+    def test_different_seeds(self):
+        with pytest.raises(
+            ValueError, match=r"seed must give different numbers, one an ensemble. Got \[5, 5\]"
+        ):
+            fit([apart(), apart()], data(), recipe=LINEAR, seed=[5, 5], options=QUIET)
+
     def test_seeds_of_numpy(self, tmp_path):
         ours, theirs = apart(), apart()
         fit(ours, data(), recipe=LINEAR, seed=3, options=QUIET)

@@ -119,7 +119,7 @@ def test_time_over(reproduce, tiny, monkeypatch):
     code, out, err = reproduce("table9", "--quiet", "--budget", "1s", "--device", "cpu")
     assert code == 3
     assert "expected to take" in out
-    assert "nothing came of it: the shortest run is expected to take " in err
+    assert "nothing came of it: of what there was no time for, the shortest run is expected to take " in err
     assert err.endswith("Give it a longer --budget, or --unfinished to start what will need several.\n")
     code, out, err = reproduce("table9", "--quiet", "--budget", "1s", "--unfinished", "--device", "cpu")
     assert code == 3

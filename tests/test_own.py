@@ -4,10 +4,12 @@ import json
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import cmcl
 from cmcl.experiments.own import described
@@ -83,8 +85,9 @@ def small():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
-def recorded(folder, network, method, *, members=3, task=None, seed=0, **settings):
+def recorded(folder, network, method, *, members=3, task=None, seed=0, images=None, **settings):
     train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
+    train = train[:images]
     torch.manual_seed(0)
     ensemble = cmcl.Ensemble(network, members, **settings)
     recipe = cmcl.Recipe(method=method, members=members, overlap=1, steps=2, batch_size=16, optimizer="adam")
@@ -128,6 +131,84 @@ def test_unlike_tasks_are_not_compared(tmp_path):
     assert of_partial == "cross_entropy {'label_smoothing': 0.1, 'reduction': 'none'}"
 
 
+def test_a_task_is_told_by_all_that_a_partial_holds(tmp_path):
+    def weighted(weights, power, logits, targets):
+        return F.cross_entropy(logits, targets, weights, reduction="none") ** power
+
+    names = [
+        recorded(tmp_path / str(power), small, "ie", task=partial(weighted, torch.ones(10), power)).task
+        for power in (0.5, 2.0)
+    ]
+    assert names[0] == "test_a_task_is_told_by_all_that_a_partial_holds.<locals>.weighted [10] 0.5 {}"
+    assert names[1].endswith(" [10] 2.0 {}")
+
+
+def test_runs_that_learned_from_other_examples_have_no_mean(tmp_path):
+    whole = recorded(tmp_path / "whole", small, "ie")
+    again = recorded(tmp_path / "again", small, "ie", seed=1)
+    part = recorded(tmp_path / "part", small, "ie", images=60, seed=2)
+    assert whole.checksums == again.checksums != part.checksums
+    told = [text for text in of_runs([whole, again, part]) if " errs on " in text]
+    assert ["(n = 2)" in text for text in told] == [True, False]
+    assert not any("(n = 3)" in text for text in told)
+
+
+def test_runs_in_folders_of_one_name_are_all_there(tmp_path):
+    """Such as few/ie and many/ie, of one recipe and one seed."""
+    runs = {
+        images: recorded(tmp_path / str(images) / "ie", small, "ie", images=images) for images in (60, 600)
+    }
+    assert runs[60].file_name == runs[600].file_name
+    sources = [tmp_path / "60", tmp_path / "600"]
+    page = cmcl.report.write(sources, tmp_path / "report.md", format="md").read_text()
+    for made in runs.values():
+        assert f"| {made.errors['expected']['top1']:.2f} |" in page
+    twice = cmcl.report.write([sources[0], sources[0]], tmp_path / "twice.md", format="md").read_text()
+    assert twice.count(f"| {runs[60].errors['expected']['top1']:.2f} |") == 1, "the same one once"
+
+
+def test_a_loop_of_ones_own(tmp_path):
+    train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
+    ensemble, x, y = cmcl.Ensemble(small, 2), train.images[:64] / 255, train.targets[:64]
+    optimizer = torch.optim.SGD(ensemble.parameters(), lr=0.1)
+    cmcl.confident_oracle_loss(ensemble(x), y, beta=0.75, overlap=1).total.backward()
+    optimizer.step()
+    recipe = cmcl.Recipe(members=2, steps=1, batch_size=64)
+    pair, result = (test.images / 255, test.targets), cmcl.Result(steps=1, seconds=0.5)
+    made = cmcl.record(tmp_path / "own", ensemble, pair, recipe=recipe, result=result)
+    assert (made.seed, made.steps, made.seconds, set(made.checksums)) == (0, 1, 0.5, {"test"})
+    assert made.errors["expected"]["top1"] == pytest.approx(cmcl.evaluate(ensemble, pair)["top1"])
+    assert "| own |" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
+
+
+class TestWhatIsMeasuredOn:
+    def test_a_loader_is_its_batches_together(self, trained, tmp_path):
+        _, ensemble, test, recipe, result = trained
+        pair = test.images[:50] / 255, test.targets[:50]
+        loader = DataLoader(TensorDataset(*pair), batch_size=16)
+        given = {"recipe": recipe, "result": result}
+        one, other = (cmcl.record(tmp_path / "run", ensemble, data, **given) for data in (pair, loader))
+        assert one == other
+
+    def test_nothing_and_something_else(self, trained):
+        folder, ensemble, test, recipe, result = trained
+        empty = DataLoader(TensorDataset(test.images[:0], test.targets[:0]))
+        with pytest.raises(ValueError, match="test must hold at least one batch. Got an empty DataLoader"):
+            cmcl.record(folder, ensemble, empty, recipe=recipe, result=result)
+        with pytest.raises(TypeError, match="test must be a Dataset, .* or a DataLoader of such pairs. Got"):
+            cmcl.record(folder, ensemble, test.images, recipe=recipe, result=result)
+
+
+def test_the_gallery_shows_the_answers_that_are_measured(trained):
+    """Of mode "expected", not of drawn masks."""
+    folder, ensemble, test, recipe, result = trained
+    cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
+    answer = ensemble.predict(test.images)
+    for item in json.loads((folder / "gallery" / "gallery.json").read_text())["items"]:
+        shown = [member["confidence"] for member in item["members"]]
+        assert shown == pytest.approx(answer.member_probs[:, item["index"]].amax(1).tolist(), abs=1e-4)
+
+
 def test_a_task_is_called_the_same_in_every_process(tmp_path):
     class Weights:
         pass
@@ -144,6 +225,11 @@ def test_a_task_is_called_the_same_in_every_process(tmp_path):
 class TestSeed:
     def test_is_that_of_the_training(self, tmp_path):
         assert recorded(tmp_path / "run", small, "ie", seed=7).seed == 7
+
+    def test_of_numpy(self, trained):
+        folder, ensemble, test, recipe, result = trained
+        made = cmcl.record(folder, ensemble, test, recipe=recipe, result=result, seed=np.int64(0))
+        assert type(made.seed) is int
 
     def test_another_is_refused(self, trained):
         folder, ensemble, test, recipe, result = trained

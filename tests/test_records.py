@@ -365,6 +365,12 @@ def test_a_device_that_cannot_compute():
             {"network": "fcn", "network_options": {"channels": 1, "filters": [2, 4]}},
             "with an answer per image. Got a network with an answer per pixel",
         ),
+        (
+            {"network_options": {"expected_pooling": "False"}},
+            "network_options.expected_pooling must be true or false. Got 'False'",
+        ),
+        ({"network_options": {"dropout": "x"}}, "network_options.dropout must be a number. Got 'x'"),
+        ({"network_options": {"hidden": True}}, "network_options.hidden must be a number. Got True"),
         ({"network_options": {"hiden": 3}}, "must be options of cnn. Got 'hiden'. Did you mean 'hidden'?"),
         (
             {"network_options": DIGITS.network_options | {"classes": 9}},
@@ -421,6 +427,8 @@ def test_measures_with_sharing_and_unseen_data():
     unseen = torch.rand(30, 1, 8, 8) * 3
     found = measured(ensemble, digits(), outside=unseen, seed=3)
     assert found == measured(ensemble, digits(), outside=unseen, seed=3), "the masks have a seed"
+    drawn = [ask(ensemble, digits().images, seed=seed).drawn for seed in (3, 4)]
+    assert not drawn[0].equal(drawn[1])
     assert sum(found["entropy"]["outside"][0]) == sum(found["entropy"]["averaged_outside"]) == 30
     assert 0 <= found["calibration"]["auroc"] <= 1
     assert ensemble.share_at_test == "expected"

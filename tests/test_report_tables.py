@@ -130,8 +130,9 @@ def test_only_like_runs_have_a_mean_and_each_seed_counts_once():
     one, two = (made_record("digits-ie", seed, top1=2.0 + 2 * seed) for seed in (0, 1))
     elsewhere = replace(two, name="another-folder")
     (mean, *_) = tables.summary_table([one, elsewhere, one]).rows
-    assert texts(mean)[:2] == ["digits-ie: mean", "3.00 ± 1.41"]
-    for other in (replace(two, task="smooth"), replace(two, test_examples=7)):
+    assert texts(mean)[:2] == ["digits-ie, another-folder: mean", "3.00 ± 1.41"]
+    unlike = ({"task": "smooth"}, {"test_examples": 7}, {"full_length": False})
+    for other in (replace(two, **changes) for changes in unlike):
         rows = tables.summary_table([one, other]).rows
         assert len(rows) == 2, "no mean"
     assert "(n = 2)" in of_runs([one, two, one])[0]

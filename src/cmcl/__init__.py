@@ -24,6 +24,7 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "load": "saving",
     "Recipe": "recipe",
     "Options": "engine",
+    "Result": "engine",
     "fit": "engine",
     "evaluate": "engine",
     "record": "experiments.own",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from . import report as report
     from . import tuning as tuning
     from .engine import Options as Options
+    from .engine import Result as Result
     from .engine import evaluate as evaluate
     from .engine import fit as fit
     from .ensemble import Ensemble as Ensemble

@@ -188,8 +188,9 @@ def fitted(transform: T | None) -> T:
     """Raw images need a transform."""
     if transform is None:
         raise ValueError(
-            "uint8 images must go through a fitted transform, and this ensemble has none. "
-            "Set ensemble.transform, such as cmcl.data.preprocess.MeanStd().fit(images)."
+            "uint8 images must go through a fitted transform, and this ensemble has none. Set "
+            "ensemble.transform before it is trained, such as cmcl.data.preprocess.MeanStd().fit(images); if "
+            "it is trained, to what its images went through, or pass them as it learned them, not as uint8."
         )
     return transform
 

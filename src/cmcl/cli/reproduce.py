@@ -104,19 +104,17 @@ def _code(report: "Report") -> int:
     missing = [r for r in report.left.values() if r.startswith("FileNotFoundError: ")]
     if missing and len(missing) == len(report.left) and not report.records:
         raise FileNotFoundError(missing[0].removeprefix("FileNotFoundError: "))
-    late = [
-        r for r in report.left.values() if any(word in r for word in ("s left", "stopped by", "time over"))
-    ]
-    return TIME_OVER if late else FAILED if report.left else 0
+    return TIME_OVER if report.late else FAILED if report.left else 0
 
 
 def _go_on(report: "Report") -> str:
     """What to do next; the same again would do nothing, if nothing is short enough for the budget."""
     if report.moved:
         return f"not all is done: {GO_ON}."
-    shortest = _duration(min(job.seconds for job in report.jobs))
+    shortest = min(report.late, key=lambda job: job.seconds)
     return (
-        f"nothing came of it: the shortest run is expected to take {shortest} on {report.jobs[0].device}. "
+        f"nothing came of it: of what there was no time for, the shortest run is expected to take "
+        f"{_duration(shortest.seconds)} on {shortest.device}. "
         "Give it a longer --budget, or --unfinished to start what will need several."
     )
 

@@ -39,6 +39,8 @@ def repeats(
             "ensembles must have weights of their own. Got the same ones twice; build each repeat anew: "
             "[Ensemble(network, M) for seed in seeds]."
         )
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seed must give different numbers, one an ensemble. Got {seeds}.")
     return ensembles, seeds
 
 

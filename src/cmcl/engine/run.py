@@ -5,7 +5,7 @@ R repeats (seeds) of one ensemble train together; N examples.
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,15 @@ SOON = 0.5  # seconds in which a signal to a whole group of processes has reache
 
 @dataclass
 class Result:
-    """What a run leaves in memory; its folder holds more."""
+    """What a run leaves in memory; its folder holds more. A loop of one's own says steps and seconds."""
 
-    rows: list[dict[str, Any]]  # telemetry of this call, a row for each epoch and repeat
-    scores: list[dict[str, float]]  # on the test data, for each repeat, in percent
     steps: int
     seconds: float  # over all the times the run was resumed
-    seeds: list[int]  # of the repeats
+    seeds: list[int] = field(default_factory=lambda: [0])  # of the repeats
+    rows: list[dict[str, Any]] = field(default_factory=list)  # telemetry of this call, by epoch and repeat
+    scores: list[dict[str, float]] = field(default_factory=list)  # on the test data, by repeat, in percent
     task: str | None = None  # the name of a task loss of the user's own
+    data: str | None = None  # what was learned from: enough to notice something else
 
 
 class Diverged(RuntimeError):
@@ -111,7 +112,13 @@ class Run:
             ensemble.eval()  # it is there to be asked now; and several threads may ask at once
         scores = [] if self.test is None else [self._scores(e, self.test) for e in self.state.ensembles]
         return Result(
-            self.rows, scores, self.state.step, seconds, seeds=self.state.seeds, task=self.state.task
+            self.state.step,
+            seconds,
+            self.state.seeds,
+            self.rows,
+            scores,
+            task=self.state.task,
+            data=self.state.data,
         )
 
     def _epoch(self, epoch: int, step: Step | Captured) -> None:

@@ -117,6 +117,11 @@ def _differences(kept: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
 def _name(task: TaskLoss | None) -> str | None:
     """Enough of a function to notice another one; a partial's tensors, as class weights, by their shape."""
     if isinstance(task, partial):
-        options = {k: list(v.shape) if isinstance(v, Tensor) else v for k, v in task.keywords.items()}
-        return without_addresses(f"{_name(task.func)} {options}")
+        given = [_shape(value) for value in task.args]
+        options = {name: _shape(value) for name, value in task.keywords.items()}
+        return without_addresses(" ".join([str(_name(task.func)), *map(repr, given), str(options)]))
     return None if task is None else getattr(task, "__qualname__", type(task).__qualname__)
+
+
+def _shape(value: Any) -> Any:
+    return list(value.shape) if isinstance(value, Tensor) else value

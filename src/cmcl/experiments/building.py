@@ -1,7 +1,7 @@
 """From a recipe to the untrained ensemble, and whether it fits the data: said before the first step."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,11 +23,7 @@ def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ense
             "recipe.network must name a network. Got None. Build the ensemble and call cmcl.fit."
         )
     network, options = named("network", recipe.network, NETWORKS), recipe.network_options
-    known = list(inspect.signature(network).parameters)
-    for name in options:
-        if name not in known:
-            cure = nearest(name, known)
-            raise ValueError(f"network_options must be options of {recipe.network}. Got {name!r}. {cure}")
+    _check_options(recipe.network, options, network)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         ensemble = Ensemble(
@@ -38,6 +34,20 @@ def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ense
         )
     ensemble.transform = transform
     return ensemble
+
+
+def _check_options(network: str, options: Mapping[str, Any], build: Callable[..., Any]) -> None:
+    """Refuse misspelt names and values of another kind than the default: the text "False" counts as true."""
+    known = {name: option.default for name, option in inspect.signature(build).parameters.items()}
+    for name, value in options.items():
+        if name not in known:
+            cure = nearest(name, list(known))
+            raise ValueError(f"network_options must be options of {network}. Got {name!r}. {cure}")
+        flag, number = isinstance(known[name], bool), isinstance(known[name], int | float)
+        if flag and not isinstance(value, bool):
+            raise ValueError(f"network_options.{name} must be true or false. Got {value!r}.")
+        if number and not flag and (isinstance(value, bool) or not isinstance(value, int | float | None)):
+            raise ValueError(f"network_options.{name} must be a number. Got {value!r}.")
 
 
 def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:

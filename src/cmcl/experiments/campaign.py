@@ -56,6 +56,7 @@ class Report:
     jobs: list[Job]  # all that was missing when it began, in order
     records: list[Record] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # run -> why it was not finished
+    late: list[Job] = field(default_factory=list)  # of those, what there was no time for
     moved: bool = False  # whether anything is further than before
 
 
@@ -104,6 +105,7 @@ def campaign(
         seconds, *_ = _outlook(job.name, job.seeds, records, runs, options)
         if left is not None and (left <= 0 or (seconds > left and not unfinished)):
             report.left[_label(job)] = f"expected to take {seconds:.0f} s, {max(left, 0):.0f} s left"
+            report.late.append(job)
             continue
         say(f"{_label(job)}: started, expected to take {seconds:.0f} s")
         try:
@@ -113,6 +115,7 @@ def campaign(
                 )
         except Interrupted as stop:
             report.moved = True
+            report.late.append(job)
             report.left[_label(job)] = str(stop).replace(
                 "go on with resume=True", "the next campaign goes on"
             )

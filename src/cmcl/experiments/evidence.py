@@ -1,12 +1,12 @@
 """Records sorted into the cells of the paper that they fill; once, since all tables and claims ask."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
 from .noise import independent, noise_known, within_noise
 from .paper import CELLS
-from .records import Record, summarise
+from .records import Record, distinct, known_checksums, standing, summarise
 
 Spread = Mapping[str, Any] | None  # {"mean", "std", "n"}; None: not measured
 Records = Union[Sequence[Record], "Evidence"]
@@ -18,13 +18,16 @@ class Evidence:
 
     records: Sequence[Record]
     cells: Mapping[str, Mapping[str, Any]]  # by id, as `summarise` describes them, in the paper's order
+    behind: Mapping[str, list[Record]]  # by id
 
     @classmethod
     def of(cls, records: Records) -> "Evidence":
         """Sort records; what is sorted already stays as it is."""
         if isinstance(records, Evidence):
             return records
-        return cls(records, {row["id"]: row for row in summarise(CELLS, records)})
+        checksums = known_checksums(records)
+        behind = {cell.id: standing(cell, records, checksums) for cell in CELLS}
+        return cls(records, {row["id"]: row for row in summarise(CELLS, records)}, behind)
 
     def error(self, cell: str, key: str = "top1") -> Spread:
         """Mean, deviation and number of the runs in a cell."""
@@ -33,8 +36,7 @@ class Evidence:
 
     def standing(self, cell: str) -> list[Record]:
         """The records that a cell's numbers are made from, by seed."""
-        files = {record.file_name: record for record in self.records}
-        return [files[name] for name in self.cells[cell]["records"]]
+        return self.behind[cell]
 
     def chance(self, cell: str, rival: str, key: str = "top1") -> str:
         """Why the difference of two cells, both measured, may be chance; empty if it is more."""
@@ -49,8 +51,4 @@ class Evidence:
 
     def in_figure(self, figure: str) -> list[Record]:
         """The records of a figure's panel, such as "fig1a"."""
-        return list(_unique(r for cell in CELLS if cell.where[0] == figure for r in self.standing(cell.id)))
-
-
-def _unique(records: Iterable[Record]) -> Iterable[Record]:
-    return {record.file_name: record for record in records}.values()
+        return distinct(r for cell in CELLS if cell.where[0] == figure for r in self.standing(cell.id))

@@ -3,11 +3,13 @@
 import json
 from dataclasses import dataclass
 from hashlib import sha256
+from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from .. import checks
 from ..data import from_arrays
@@ -15,6 +17,7 @@ from ..data.checksum import tensor_checksum
 from ..data.dataset import IGNORE, Dataset
 from ..engine import Options, Result
 from ..engine.admission import fitting
+from ..engine.setup import Data
 from ..ensemble import Ensemble
 from ..recipe import Recipe
 from ..telling import without_addresses
@@ -39,7 +42,7 @@ class Inputs:
 def record(
     folder: str | Path,
     ensemble: Ensemble,
-    test: Dataset | tuple[Tensor, Tensor],
+    test: Data,
     *,
     recipe: Recipe,
     result: Result,
@@ -48,15 +51,17 @@ def record(
     options: Options | None = None,
     ignore_index: int | None = None,
 ) -> Record:
-    """Measure an ensemble that `fit` trained; leave record.json and ensemble/ in its run folder.
+    """Measure a trained ensemble; leave record.json and ensemble/ in its run folder.
 
     And gallery/, if the inputs are pictures.
 
     Args:
         folder: the `out` of `fit`; its name becomes the record's.
-        ensemble: as `fit` left it.
-        test: inputs that it has not learned, with their targets: a `Dataset`, or (inputs, targets).
-        recipe, result, options: what `fit` was given and what it returned.
+        ensemble: as `fit`, or a loop of your own, left it.
+        test: inputs that it has not learned, with their targets: a `Dataset`, (inputs, targets) or a
+            `DataLoader` of such pairs.
+        recipe, result, options: what `fit` was given and what it returned. After a loop of your own, the
+            `Recipe` that tells what was done, and `Result(steps=..., seconds=...)`.
         seed: which of those that `fit` was given, if there are several; they get folders of their own inside.
         outside: inputs of a kind that it has never seen.
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is one anyway.
@@ -65,7 +70,7 @@ def record(
     own = folder if len(result.seeds) == 1 else folder / f"seed{seed}"  # as `cmcl train` does
     if isinstance(test, Dataset) and ignore_index is not None:
         raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
-    data = test if isinstance(test, Dataset) else _data(ensemble, *test, ignore_index)
+    data = test if isinstance(test, Dataset) else _data(ensemble, *_pair(test), ignore_index)
     unseen = Inputs(outside, outside) if isinstance(outside, Tensor) else outside
     answers = ask(ensemble, data.images, outside=None if unseen is None else unseen.images, seed=seed)
     made = Record(
@@ -76,7 +81,7 @@ def record(
         full_length=True,
         full_test=True,
         test_examples=len(data.images),
-        checksums={"test": tensor_checksum({"images": data.images, "targets": data.targets})},
+        checksums=_checksums(data, result),
         network=None if recipe.network else described(ensemble.members),
         task=result.task,
         outside=None if unseen is None else unseen.source,
@@ -95,12 +100,31 @@ def record(
 
 def _seed(result: Result, seed: int | None) -> int:
     """The one that the run was trained with."""
-    trained = result.seeds
+    trained, seed = result.seeds, None if seed is None else index(seed)
     if seed is None and len(trained) > 1:
         raise ValueError(f"seed must say which of {trained} the ensemble was trained with. Got none.")
     if seed not in {None, *trained}:
         raise ValueError(f"seed must be that of the training, {' or '.join(map(str, trained))}. Got {seed}.")
     return trained[0] if seed is None else seed
+
+
+def _pair(test: Data) -> tuple[Tensor, Tensor]:
+    """Inputs and targets; those of a DataLoader's batches together."""
+    if isinstance(test, DataLoader):
+        batches = [checks.pair("test", batch) for batch in test]
+        if not batches:
+            raise ValueError("test must hold at least one batch. Got an empty DataLoader.")
+        return torch.cat([inputs for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
+    if not isinstance(test, tuple | list) or len(test) != 2:
+        must = "a Dataset, (inputs, targets) or a DataLoader of such pairs"
+        raise TypeError(f"test must be {must}. Got {checks.kind(test)}.")
+    return torch.as_tensor(test[0]), torch.as_tensor(test[1])
+
+
+def _checksums(data: Dataset | Inputs, result: Result) -> dict[str, str]:
+    """Of what was measured on; and of what was learned from, as far as it is known."""
+    test = {"test": tensor_checksum({"images": data.images, "targets": data.targets})}
+    return test if result.data is None else {"train": result.data, **test}
 
 
 def described(members: nn.ModuleList) -> dict[str, Any]:
@@ -135,7 +159,6 @@ def _counted(ensemble: Ensemble, inputs: Tensor, targets: Tensor, ignore_index: 
 
 def _data(ensemble: Ensemble, inputs: Tensor, targets: Tensor, ignore_index: int | None) -> Dataset | Inputs:
     """Images as a set of images, and everything else as it is."""
-    inputs, targets = torch.as_tensor(inputs), torch.as_tensor(targets)
     if len(inputs) != len(targets):
         raise ValueError(f"test must hold a target for each of {len(inputs)} inputs. Got {len(targets)}.")
     if ignore_index is not None:

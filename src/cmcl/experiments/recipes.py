@@ -1,7 +1,8 @@
 """The recipes by name: those of the paper's tables and figures, and small ones for every computer.
 
 A variant is a `replace` of what it differs from. Where the paper's text and its authors' program differ, a
-recipe follows the program, which made the numbers. M members, K overlap.
+recipe follows the program, which made the numbers; but for what the small CNN does at test, see `SMALL`.
+M members, K overlap.
 """
 
 import re

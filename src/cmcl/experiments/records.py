@@ -16,6 +16,7 @@ from ..recipe import Recipe
 from .paper import Cell
 
 FORMAT = 1  # raise it when an older program could misread what is written
+MEASURED = {"errors", "members", "classwise", "calibration", "entropy", "outside", "validation", "format"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,14 @@ class Record:
         return self.full_length and self.full_test
 
     @property
+    def identity(self) -> str:
+        """The same for every copy of one run's record, however often it was measured; no other run has it."""
+        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in MEASURED}
+        return json.dumps(told, sort_keys=True)
+
+    @property
     def file_name(self) -> str:
-        """Readable, and no two runs share it."""
+        """Readable; no two runs of a named recipe on one set of data share it."""
         return file_name(self.name, self.recipe_hash, self.seed)
 
     def save(self, path: Path) -> None:
@@ -107,6 +114,11 @@ class Record:
         Recipe.from_json(self.recipe)
         if not self.together or not {"data", "network", "sharing"} <= set(self.recipe):
             raise ValueError("recipe must name its data and network, and together its seeds")
+
+
+def distinct(records: Iterable["Record"]) -> list["Record"]:
+    """Without further copies of the same run's record."""
+    return list({record.identity: record for record in records}.values())
 
 
 def file_name(name: str, recipe_hash: str, seed: int) -> str:
@@ -161,9 +173,8 @@ def summarise(
 def _summary(
     cell: Cell, records: Sequence[Record], checksums: Mapping[str, Mapping[str, str]], mode: str
 ) -> dict[str, Any]:
-    own = {record.seed: record for record in records if fills(record, cell, checksums)}
+    found = standing(cell, records, checksums)
     partial = [r.file_name for r in records if r.name == cell.name and not fills(r, cell, checksums)]
-    found = [own[seed] for seed in sorted(own)]
     return {
         "id": cell.id,
         "recipe": cell.name,
@@ -174,6 +185,14 @@ def _summary(
         "records": [record.file_name for record in found],
         "partial": partial,
     }
+
+
+def standing(
+    cell: Cell, records: Sequence[Record], checksums: Mapping[str, Mapping[str, str]]
+) -> list[Record]:
+    """The records that a cell's numbers are made from: one of each seed."""
+    own = {record.seed: record for record in records if fills(record, cell, checksums)}
+    return [own[seed] for seed in sorted(own)]
 
 
 def _error(record: Record, cell: Cell, key: str, mode: str) -> float:

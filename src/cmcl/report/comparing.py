@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..experiments.noise import independent, is_dense, noise_known, spread_of, within_noise
-from ..experiments.records import Record
+from ..experiments.records import Record, distinct
 from .story import modest
 from .words import LONG, METHODS, NETWORKS, data_name, method_of, spread
 
@@ -24,11 +24,6 @@ def of_runs(records: Sequence[Record]) -> list[str]:
         own = [record for record in records if record.recipe["data"] == data]
         sentences += _of_data(data_name(data), own)
     return sentences
-
-
-def distinct(records: Sequence[Record]) -> list[Record]:
-    """Without the same run in two folders: name, recipe and seed are the same, and what it was trained on."""
-    return list({(kind(record), record.file_name): record for record in records}.values())
 
 
 def repeats(records: Sequence[Record]) -> list[list[Record]]:
@@ -76,10 +71,11 @@ def _of_data(data: str, records: Sequence[Record]) -> list[str]:
 
 def _modest(name: str, group: Sequence[Record]) -> str:
     """Of the first CMCL recipe that is so; a mean over several would be nobody's."""
-    recipes = repeats(_of(group, "cmcl"))
+    recipes, others = repeats(_of(group, "cmcl")), repeats(_of(group, "ie"))
+    ie = others[0] if len(others) == 1 else []
     for own in recipes:
         where = f"On {name}, " if len(recipes) == 1 else f"On {name}, {own[0].name}: "
-        if text := modest(own, _of(group, "ie"), where=where):
+        if text := modest(own, ie, where=where):
             return text
     return ""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..experiments.evidence import Evidence
-from ..experiments.records import Record
+from ..experiments.records import Record, distinct
 from .checked import check_gallery, check_record, check_row
 from .words import METHODS, method_of
 
@@ -60,8 +60,10 @@ class Material:
     def records(self) -> list[Record]:
         """All records, each once, by name and seed."""
         runs = [run.record for run in self.runs if run.record is not None]
-        unique = {record.file_name: record for record in [*self.results, *runs]}
-        return sorted(unique.values(), key=lambda record: (record.name, record.recipe_hash, record.seed))
+        return sorted(
+            distinct([*self.results, *runs]),
+            key=lambda record: (record.name, record.recipe_hash, record.seed),
+        )
 
 
 def gather(sources: Sequence[str | Path]) -> Material:
@@ -87,7 +89,7 @@ def gather(sources: Sequence[str | Path]) -> Material:
         listed = ", ".join(repr(str(source)) for source in sources) or "no folder"
         raise ValueError(
             f"sources must hold runs (record.json, telemetry.jsonl) or records/. Got {listed}. "
-            "Name the folder that was given to --out."
+            "Name the folder that was given to --out, or to cmcl.record."
         )
     _leave_out(material)
     _label(material.runs)
@@ -97,7 +99,7 @@ def gather(sources: Sequence[str | Path]) -> Material:
 
 def _leave_out(material: Material) -> None:
     """Drop what was measured on part of the test images: its numbers say nothing, and look like others."""
-    found = {record.file_name for record in material.records if not record.full_test}
+    found = [record for record in material.records if not record.full_test]
     material.results = [record for record in material.results if record.full_test]
     material.runs = [run for run in material.runs if run.record is None or run.record.full_test]
     if found:

@@ -101,7 +101,7 @@ def _headline(material: Material) -> Table | None:
     if material.paper:
         return headline_table(material.evidence)
     measured = [run.record for run in material.runs if run.record]
-    labels = {run.record.file_name: run.label for run in material.runs if run.record}
+    labels = {run.record.identity: run.label for run in material.runs if run.record}
     return summary_table(measured, labels) if measured else None
 
 

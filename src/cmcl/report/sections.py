@@ -115,7 +115,7 @@ def _standing(evidence: Evidence, ids: Sequence[str]) -> list[tuple[str, Record]
 
 
 def _of_runs(material: Material) -> Iterator[Section]:
-    labelled = {run.record.file_name: run.label for run in material.runs if run.record}
+    labelled = {run.record.identity: run.label for run in material.runs if run.record}
     if material.paper and material.records:
         intro = "Everything that this report is made from."
         table = summary_table(material.records, labelled)

@@ -6,7 +6,7 @@ from typing import Any
 from ..experiments.claims import FAILS, HOLDS, NEARLY, UNDECIDED, Verdict
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import TARGETS
-from ..experiments.records import Record
+from ..experiments.records import Record, distinct
 from .words import DATA, spread
 
 PAPER = "Confident multiple choice learning"
@@ -83,7 +83,7 @@ def how_far(records: Records, verdicts: Sequence[Verdict]) -> str:
 
 def made_on(records: Iterable[Record]) -> str:
     """Which machines and which state of the program the numbers come from; empty without any."""
-    found = list({record.file_name: record for record in records}.values())
+    found = distinct(records)
     if not found:
         return ""
     machines = _distinct(f"{r.device} ({r.precision}, torch {r.versions.get('torch')})" for r in found)

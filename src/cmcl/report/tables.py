@@ -7,10 +7,10 @@ from typing import Any
 
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import CELLS, TARGETS, Cell
-from ..experiments.records import Record
+from ..experiments.records import Record, distinct
 from ..experiments.records import spread as summed
 from . import story
-from .comparing import distinct, repeats
+from .comparing import repeats
 from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread
 
 Summary = Mapping[str, Any]  # as `summarise` returns it
@@ -186,7 +186,7 @@ def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = 
     rows = []
     for group in repeats(distinct(records)):
         rows += [_mean_row(group)] if len(group) > 1 and group[0].complete else []
-        rows += [_summary_row(record, (labels or {}).get(record.file_name, record.name)) for record in group]
+        rows += [_summary_row(record, (labels or {}).get(record.identity, record.name)) for record in group]
     note = (
         "Top-1: the ensemble's answer; for segmentation, the most confident member's. Oracle: the best "
         "member's for each image. Member: the mean member's. ECE: expected calibration error. Of several "
@@ -207,10 +207,15 @@ def _summary_row(record: Record, name: str) -> list[Value]:
 def _mean_row(records: Sequence[Record]) -> list[Value]:
     first = records[0]
     spreads = [summed(column) for column in zip(*map(_summed_up, records), strict=True)]
-    row = [Value(f"{first.name}: mean", link=first.name)]
+    names = list(dict.fromkeys(record.name for record in records))
+    row = [Value(f"{_from_to(names)}: mean", link=first.name)]
     row += [Value(spread(found), found["mean"]) for found in spreads]
     row += [Value(METHODS[method_of(first.recipe)]), Value(data_name(first.recipe["data"]))]
     return [*row, Value(f"n = {len(records)}"), Value("")]
+
+
+def _from_to(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]}"
 
 
 def _summed_up(record: Record) -> tuple[float, ...]:
