@@ -52,7 +52,7 @@ def recipes(draw):
 @given(
     recipe=recipes(),
     examples=st.sampled_from([5, 13, 40]),
-    seeds=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    seeds=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True),
     loader=st.booleans(),
     stops=st.lists(st.integers(0, 8), min_size=1, max_size=3),
     every=st.integers(0, 2),
