@@ -45,13 +45,10 @@ def stopping_after(seconds: float | None) -> Iterator[None]:
 
 
 def parse_budget(text: str) -> float:
-    """Seconds of "90s", "25m", "1.5h", "1h30m" or a bare number of seconds."""
+    """Seconds of "90s", "25m", "1.5h" or "1h30m"; of a bare number nobody knows which unit is meant."""
     parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
-    try:
-        whole = "".join(number + unit for number, unit in parts) == text != ""
-        seconds = sum(float(number) * UNITS[unit] for number, unit in parts) if whole else float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
+    whole = "".join(number + unit for number, unit in parts) == text
+    seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    if not whole or seconds == 0:
         raise ValueError(f"budget must be a time above 0, such as 90s, 25m or 1h30m. Got {text!r}.")
     return seconds
