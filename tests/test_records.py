@@ -1,5 +1,6 @@
 """Runs and their records: what is measured, what is written, and what fills a cell of the paper."""
 
+import io
 import json
 from dataclasses import asdict, replace
 
@@ -439,8 +440,17 @@ def test_every_test_image_is_asked_once(tmp_path, monkeypatch):
     counted = lambda self, x, **more: (asked.append(len(x)), predict(self, x, **more))[1]  # noqa: E731
     monkeypatch.setattr(cmcl.Ensemble, "predict", counted)
     (record,) = run("tiny-ie", out=tmp_path, test_limit=50, options=OPTIONS)
-    assert asked == [record.test_examples] == [50], "measured, and shown, from the same answers"
+    assert sum(asked) == record.test_examples == 50, "measured, and shown, from the same answers"
     assert list(tmp_path.glob("*/gallery/gallery.json"))
+
+
+@pytest.mark.parametrize(("title", "terminal"), [("seed 0", True), ("seed 0", False), ("", True)])
+def test_measuring_is_shown_on_a_terminal(monkeypatch, title, terminal):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stderr", stderr)
+    ask(build(TINY, 0), digits().images, title=title, batch_size=10)
+    assert (title in stderr.getvalue() and "100%" in stderr.getvalue()) is bool(title and terminal)
 
 
 def test_errors_by_hand():

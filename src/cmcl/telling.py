@@ -3,6 +3,10 @@
 import re
 import sys
 import warnings
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+Part = TypeVar("Part")
 
 
 def tell(text: str) -> None:
@@ -11,6 +15,15 @@ def tell(text: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("cmcl", "torch"):
         frame = frame.f_back
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def watched(parts: Sequence[Part], title: str) -> Iterable[Part]:
+    """The parts one by one, with a bar for whoever watches a terminal; without a title there is none."""
+    from rich.console import Console
+    from rich.progress import track
+
+    hidden = not title or not sys.stderr.isatty()
+    return track(parts, title, console=Console(stderr=True), disable=hidden, transient=True)
 
 
 def first_line(error: BaseException) -> str:

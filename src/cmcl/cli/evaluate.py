@@ -3,7 +3,6 @@
 M members, N images, C classes.
 """
 
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -143,12 +142,9 @@ def _measure(
 def _probs(ensemble: "Ensemble", data: "Dataset", batch_size: int, title: str) -> "Tensor":
     """The members' probabilities (M, N, C, ...), with a bar on a terminal."""
     import torch
-    from rich.console import Console
-    from rich.progress import track
 
-    console = Console(stderr=True)
-    parts = track(
-        data.images.split(batch_size), title, console=console, disable=not sys.stderr.isatty(), transient=True
-    )
+    from ..telling import watched
+
+    parts = watched(data.images.split(batch_size), title)
     with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {data.source};"):
         return torch.cat([ensemble.predict(part).member_probs.cpu() for part in parts], 1)

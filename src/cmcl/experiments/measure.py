@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import metrics
 from ..data.dataset import counting, ignored
 from ..ensemble import Ensemble
+from ..telling import watched
 
 BINS = 50  # of an entropy histogram, from 0 to log C
 RELIABILITY_BINS = 15
@@ -34,6 +35,7 @@ def ask(
     outside: Tensor | None = None,
     batch_size: int = 1000,
     seed: int = 0,
+    title: str = "",
 ) -> Answers:
     """Everything that is measured of an ensemble comes from these answers; on a CPU they take their time.
 
@@ -43,11 +45,15 @@ def ask(
         outside: images of a kind that the ensemble has never seen.
         batch_size: images at a time.
         seed: of the masks in mode "sampled".
+        title: of a bar on the terminal; none without it.
     """
     of = partial(predict, ensemble, batch_size=batch_size)
-    test = of(images)
-    drawn = test if ensemble.share_after is None else of(images, mode="sampled", seed=seed)
-    return Answers(test, drawn, None if outside is None else of(outside))
+    test = of(images, title=title)
+    drawn = test
+    if ensemble.share_after is not None:
+        drawn = of(images, mode="sampled", seed=seed, title=title and f"{title}, masks drawn")
+    unseen = None if outside is None else of(outside, title=title and f"{title}, never seen")
+    return Answers(test, drawn, unseen)
 
 
 def measure(answers: Answers, targets: Tensor) -> dict[str, Any]:
@@ -66,15 +72,22 @@ def measure(answers: Answers, targets: Tensor) -> dict[str, Any]:
 
 
 def predict(
-    ensemble: Ensemble, images: Tensor, *, mode: str = "expected", batch_size: int = 1000, seed: int = 0
+    ensemble: Ensemble,
+    images: Tensor,
+    *,
+    mode: str = "expected",
+    batch_size: int = 1000,
+    seed: int = 0,
+    title: str = "",
 ) -> Tensor:
-    """The members' probabilities (M, N, C, ...), on the CPU."""
+    """The members' probabilities (M, N, C, ...), on the CPU; with a bar, if it has a `title`."""
     before, ensemble.share_at_test = ensemble.share_at_test, mode
     device = next(ensemble.parameters()).device
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            return ensemble.predict(images.cpu(), batch_size=batch_size).member_probs
+            parts = watched(images.cpu().split(batch_size), title)
+            return torch.cat([ensemble.predict(part).member_probs for part in parts], 1)
     finally:
         ensemble.share_at_test = before
 

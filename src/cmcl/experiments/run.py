@@ -212,7 +212,8 @@ def _measure(
 ) -> tuple[Answers, dict[str, Any]]:
     test, outside = sets.test[:limit], sets.outside and sets.outside[:limit]
     unseen, batch = None if outside is None else outside.images, options.evaluation_batch
-    answers = ask(ensemble, test.images, outside=unseen, batch_size=batch, seed=seed)
+    title = "" if options.quiet else f"seed {seed}"
+    answers = ask(ensemble, test.images, outside=unseen, batch_size=batch, seed=seed, title=title)
     found = measure(answers, test.targets) | {
         "test_examples": len(test),
         "full_test": len(test) == len(sets.test),
