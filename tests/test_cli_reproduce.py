@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from cmcl.cli.reproduce import _go_on
 from cmcl.experiments import CELLS, find, paper
+from cmcl.experiments.campaign import Job, Report
 from cmcl.experiments.paper import Cell, search, select
 from cmcl.experiments.recipes import BETAS, RECIPES
 
@@ -112,6 +114,13 @@ def test_ctrl_c_while_measuring(reproduce, tiny, monkeypatch):
         code, _, err = reproduce("table9", "--quiet", "--device", "cpu")
     assert (code, err) == (130, "cmcl: stopped. What was saved is kept: the same command goes on.\n")
     assert reproduce("table9", "--quiet", "--device", "cpu")[0] == 0
+
+
+def test_what_failed_is_not_called_too_long():
+    """One of a minute diverged, and there was no time for one of two hours."""
+    short, long = Job("short", (0,), (), 60.0, 0.0, "GPU"), Job("long", (0,), (), 7200.0, 0.0, "GPU")
+    told = _go_on(Report([short, long], left={"short": "Diverged", "long": "no time"}, late=[long]))
+    assert "the shortest run is expected to take 2h" in told
 
 
 def test_time_over(reproduce, tiny, monkeypatch):

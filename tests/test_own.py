@@ -1,6 +1,7 @@
 """A run of one's own leaves what a named recipe leaves."""
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -12,13 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cmcl
-from cmcl.experiments.own import described
 from cmcl.experiments.records import Record
-from cmcl.report.comparing import of_runs
-
-
-def network():
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+from own_runs import network, recorded, small
 
 
 @pytest.fixture(scope="module")
@@ -81,56 +77,6 @@ def test_the_page_shows_it(trained, tmp_path):
     assert "mine" in page
 
 
-def small():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-
-
-def recorded(folder, network, method, *, members=3, task=None, seed=0, images=None, **settings):
-    train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
-    train = train[:images]
-    torch.manual_seed(0)
-    ensemble = cmcl.Ensemble(network, members, **settings)
-    recipe = cmcl.Recipe(method=method, members=members, overlap=1, steps=2, batch_size=16, optimizer="adam")
-    options = cmcl.Options(quiet=True)
-    result = cmcl.fit(ensemble, train, recipe=recipe, out=folder, task=task, seed=seed, options=options)
-    return cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
-
-
-def test_unlike_networks_are_not_compared(tmp_path):
-    tiny = recorded(tmp_path / "tiny", small, "ie")
-    conv = recorded(tmp_path / "conv", network, "cmcl")
-    assert tiny.network == {"class": "Sequential", "parameters": 650, "digest": tiny.network["digest"]}
-    first, second = [told for told in of_runs([tiny, conv]) if " errs on " in told]
-    assert first.startswith(
-        "On own data with 3 Sequential of 650 parameters (2 steps), an independent ensemble"
-    )
-    assert second.startswith("On own data with 3 Sequential of 1,490 parameters (2 steps), CMCL errs")
-    assert " errors" not in first + second
-    assert Record.load(tmp_path / "tiny" / "record.json") == tiny
-
-
-def test_unlike_tasks_are_not_compared(tmp_path):
-    smoothed = partial(F.cross_entropy, label_smoothing=0.1, reduction="none")
-
-    def smooth(logits, targets):
-        return smoothed(logits, targets)
-
-    runs = [recorded(tmp_path / f"plain{seed}", small, "cmcl", seed=seed) for seed in (0, 1)]
-    runs += [recorded(tmp_path / f"own{seed}", small, "cmcl", seed=seed, task=smooth) for seed in (0, 1)]
-    assert [run.task for run in runs] == [
-        None,
-        None,
-        *["test_unlike_tasks_are_not_compared.<locals>.smooth"] * 2,
-    ]
-    told = [text for text in of_runs(runs) if " errs on " in text]
-    assert len(told) == 2
-    assert all("(n = 2)" in text for text in told), "and not 4"
-    assert "task test_unlike_tasks" in told[1]
-    assert Record.load(tmp_path / "own1" / "record.json") == runs[3]
-    of_partial = recorded(tmp_path / "part", small, "ie", task=smoothed).task
-    assert of_partial == "cross_entropy {'label_smoothing': 0.1, 'reduction': 'none'}"
-
-
 def test_a_task_is_told_by_all_that_a_partial_holds(tmp_path):
     def weighted(weights, power, logits, targets):
         return F.cross_entropy(logits, targets, weights, reduction="none") ** power
@@ -141,30 +87,6 @@ def test_a_task_is_told_by_all_that_a_partial_holds(tmp_path):
     ]
     assert names[0] == "test_a_task_is_told_by_all_that_a_partial_holds.<locals>.weighted [10] 0.5 {}"
     assert names[1].endswith(" [10] 2.0 {}")
-
-
-def test_runs_that_learned_from_other_examples_have_no_mean(tmp_path):
-    whole = recorded(tmp_path / "whole", small, "ie")
-    again = recorded(tmp_path / "again", small, "ie", seed=1)
-    part = recorded(tmp_path / "part", small, "ie", images=60, seed=2)
-    assert whole.checksums == again.checksums != part.checksums
-    told = [text for text in of_runs([whole, again, part]) if " errs on " in text]
-    assert ["(n = 2)" in text for text in told] == [True, False]
-    assert not any("(n = 3)" in text for text in told)
-
-
-def test_runs_in_folders_of_one_name_are_all_there(tmp_path):
-    """Such as few/ie and many/ie, of one recipe and one seed."""
-    runs = {
-        images: recorded(tmp_path / str(images) / "ie", small, "ie", images=images) for images in (60, 600)
-    }
-    assert runs[60].file_name == runs[600].file_name
-    sources = [tmp_path / "60", tmp_path / "600"]
-    page = cmcl.report.write(sources, tmp_path / "report.md", format="md").read_text()
-    for made in runs.values():
-        assert f"| {made.errors['expected']['top1']:.2f} |" in page
-    twice = cmcl.report.write([sources[0], sources[0]], tmp_path / "twice.md", format="md").read_text()
-    assert twice.count(f"| {runs[60].errors['expected']['top1']:.2f} |") == 1, "the same one once"
 
 
 def test_a_loop_of_ones_own(tmp_path):
@@ -181,6 +103,15 @@ def test_a_loop_of_ones_own(tmp_path):
     assert "| own |" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
 
 
+def test_what_a_loop_says_of_itself():
+    told = cmcl.Result(steps=np.int64(5), seconds=torch.tensor(0.5), seeds=np.arange(3, 5))
+    assert (told.steps, told.seconds, told.seeds) == (5, 0.5, [3, 4])
+    assert [type(value) for value in (told.steps, told.seconds, told.seeds[0])] == [int, float, int]
+    for wrong in ({"seeds": []}, {"seconds": math.nan}, {"steps": -1}):
+        with pytest.raises(ValueError, match="must be"):
+            cmcl.Result(**{"steps": 5, "seconds": 0.5, **wrong})
+
+
 class TestWhatIsMeasuredOn:
     def test_a_loader_is_its_batches_together(self, trained, tmp_path):
         _, ensemble, test, recipe, result = trained
@@ -190,6 +121,16 @@ class TestWhatIsMeasuredOn:
         one, other = (cmcl.record(tmp_path / "run", ensemble, data, **given) for data in (pair, loader))
         assert one == other
 
+    def test_a_shuffled_loader_is_measured_in_order(self, trained, tmp_path):
+        _, ensemble, test, recipe, result = trained
+        pair = TensorDataset(test.images[:50] / 255, test.targets[:50])
+        given = {"recipe": recipe, "result": result}
+        one, other = (
+            cmcl.record(tmp_path / "run", ensemble, DataLoader(pair, 16, shuffle=shuffle), **given)
+            for shuffle in (False, True)
+        )
+        assert one == other
+
     def test_nothing_and_something_else(self, trained):
         folder, ensemble, test, recipe, result = trained
         empty = DataLoader(TensorDataset(test.images[:0], test.targets[:0]))
@@ -197,6 +138,13 @@ class TestWhatIsMeasuredOn:
             cmcl.record(folder, ensemble, empty, recipe=recipe, result=result)
         with pytest.raises(TypeError, match="test must be a Dataset, .* or a DataLoader of such pairs. Got"):
             cmcl.record(folder, ensemble, test.images, recipe=recipe, result=result)
+        batches = [(test.images[:2], test.targets[:2]), (test.images[2:4], test.targets[2:4])]
+        with pytest.raises(TypeError, match="test must be a Dataset, .* Got list"):
+            cmcl.record(folder, ensemble, batches, recipe=recipe, result=result)
+        with pytest.raises(
+            TypeError, match="outside must be a Dataset or a tensor of inputs. Got DataLoader"
+        ):
+            cmcl.record(folder, ensemble, test, recipe=recipe, result=result, outside=empty)
 
 
 def test_the_gallery_shows_the_answers_that_are_measured(trained):
@@ -264,44 +212,6 @@ class TestSeed:
             assert Record.load(tmp_path / "both" / f"seed{seed}" / "record.json") == made
             assert (made.name, made.seed, made.together) == ("both", seed, [3, 4])
         assert "(n = 2)" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
-
-
-def test_like_networks_are_compared(tmp_path):
-    """Cut or whole, one alone or several."""
-    cmcl_, ie, one = (
-        recorded(tmp_path / "cmcl", network, "cmcl", share_after="1"),
-        recorded(tmp_path / "ie", network, "ie"),
-        recorded(tmp_path / "one", network, "ie", members=1),
-    )
-    assert cmcl_.network == ie.network == one.network
-    assert ", an independent ensemble (IE) on " in of_runs([cmcl_, ie, one])[0]
-    other = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 10))
-    assert described(nn.ModuleList([other]))["digest"] != ie.network["digest"], "same shapes, other layers"
-    low, high = (described(nn.ModuleList([nn.Dropout(p)]))["digest"] for p in (0.1, 0.9))
-    assert low != high, "same layers, otherwise set"
-
-    class Called(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.f = lambda: None
-
-        def extra_repr(self):
-            return str(self.f)  # with its address
-
-    one, other = Called(), Called()
-    assert str(one) != str(other)
-    assert described(nn.ModuleList([one])) == described(nn.ModuleList([other]))
-
-
-def test_records_of_before_are_compared_among_themselves(tmp_path):
-    cmcl_, ie = (recorded(tmp_path / method, network, method) for method in ("cmcl", "ie"))
-    old = [replace(record, network=None) for record in (cmcl_, ie)]
-    assert "independent ensemble" in of_runs(old)[0]
-    assert len([told for told in of_runs([old[0], ie]) if " errs on " in told]) == 2
-    text = json.loads((tmp_path / "ie" / "record.json").read_text())
-    del text["network"]
-    (tmp_path / "ie" / "record.json").write_text(json.dumps(text))
-    assert Record.load(tmp_path / "ie" / "record.json") == old[1]
 
 
 class Tagger(nn.Module):

@@ -371,6 +371,7 @@ def test_a_device_that_cannot_compute():
             "network_options.expected_pooling must be true or false. Got 'False'",
         ),
         ({"network_options": {"dropout": "x"}}, "network_options.dropout must be a number. Got 'x'"),
+        ({"network_options": {"dropout": None}}, "network_options.dropout must be a number. Got None"),
         ({"network_options": {"hidden": True}}, "network_options.hidden must be a number. Got True"),
         ({"network_options": {"hiden": 3}}, "must be options of cnn. Got 'hiden'. Did you mean 'hidden'?"),
         (
@@ -433,6 +434,18 @@ def test_measures_with_sharing_and_unseen_data():
     assert sum(found["entropy"]["outside"][0]) == sum(found["entropy"]["averaged_outside"]) == 30
     assert 0 <= found["calibration"]["auroc"] <= 1
     assert ensemble.share_at_test == "expected"
+
+
+def test_the_gallery_shows_the_answers_that_are_measured(tmp_path):
+    """Of mode "expected", not of drawn masks."""
+    recipe = replace(TINY, sharing=True, preprocess=None)
+    run(recipe, out=tmp_path, name="tiny-sharing", options=OPTIONS)
+    (folder,) = tmp_path.iterdir()
+    ensemble, test = cmcl.load(folder / "ensemble"), load_sets(recipe).test
+    answers = ask(ensemble, test.images).test
+    for item in json.loads((folder / "gallery" / "gallery.json").read_text())["items"]:
+        shown = [member["confidence"] for member in item["members"]]
+        assert shown == pytest.approx(answers[:, item["index"]].amax(1).tolist(), abs=1e-4)
 
 
 def test_every_test_image_is_asked_once(tmp_path, monkeypatch):

@@ -378,10 +378,15 @@ def test_recipes_of_one_name_are_told_apart(tmp_path):
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path):
-    for place in ("a", "b"):
-        save_run(tmp_path / place / "digits-ie", made_record("digits-ie"))
-    found = gather([tmp_path / "a", tmp_path / "b"])
-    assert [run.label for run in found.runs] == ["digits-ie seed 0 (1)", "digits-ie seed 0 (2)"]
+    for place in ("a", "b", "deep/a"):
+        save_run(tmp_path / place / "digits-ie", made_record("digits-ie", weights=place))
+
+    def labels(*places):
+        return [run.label for run in gather([tmp_path / place for place in places]).runs]
+
+    assert labels("a", "b") == ["a/digits-ie", "b/digits-ie"]
+    assert labels("a", "deep/a") == ["digits-ie seed 0 (1)", "digits-ie seed 0 (2)"]
+    assert labels("a", "a") == ["digits-ie"], "the same one"
 
 
 def test_markdown(runs, tmp_path):

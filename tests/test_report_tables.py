@@ -124,6 +124,8 @@ def test_seeds_have_their_mean_before_them():
     assert [row[0].text.split(":")[-1] for row in rows].count(" mean") == 1
     assert texts(rows[0])[:3] == ["digits-ie: mean", "3.00 ± 1.41", "1.00 ± 0.00"]
     assert "n = 2" in texts(rows[0])
+    many = [replace(made_record("digits-ie", seed), name=f"ie-{seed}") for seed in range(5)]
+    assert texts(tables.summary_table(many).rows[0])[0] == "ie-0 to ie-4: mean"
 
 
 def test_only_like_runs_have_a_mean_and_each_seed_counts_once():
@@ -321,6 +323,8 @@ def test_no_calibration_of_several_recipes_together():
         record = made_record("digits-cmcl", calibration=calibration, recipe_hash=name)
         return replace(record, name=name)
 
+    both = [made_record("digits-ie", recipe_hash=name) for name in ("one", "other")]
+    assert "IE's" not in of_runs([calibrated("digits-cmcl", 60.0), *both])[-1]
     told = of_runs([calibrated("digits-cmcl", 60.0), calibrated("mine", 20.0)])[-1]
     assert told.startswith("On digits, digits-cmcl: CMCL's averaged answer is too modest: 60.0 % sure")
 

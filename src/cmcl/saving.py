@@ -74,6 +74,11 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
         (folder / old["weights"]["file"]).unlink(missing_ok=True)
 
 
+def saved_checksum(path: str | Path) -> str:
+    """Of the weights in a folder that `save` wrote."""
+    return str(_read_config(Path(path))["weights"]["sha256"])
+
+
 def _tensors(ensemble: Ensemble) -> dict[str, Tensor]:
     """Clones, because safetensors refuses tensors that share memory, and tied weights do."""
     state = ensemble.state_dict()

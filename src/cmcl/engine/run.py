@@ -3,9 +3,11 @@
 R repeats (seeds) of one ensemble train together; N examples.
 """
 
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,16 @@ class Result:
     rows: list[dict[str, Any]] = field(default_factory=list)  # telemetry of this call, by epoch and repeat
     scores: list[dict[str, float]] = field(default_factory=list)  # on the test data, by repeat, in percent
     task: str | None = None  # the name of a task loss of the user's own
-    data: str | None = None  # what was learned from: enough to notice something else
+    data: str | None = None  # what was learned from, as far as it can be told in words
+
+    def __post_init__(self) -> None:
+        self.steps, self.seconds = index(self.steps), float(self.seconds)
+        self.seeds = [index(seed) for seed in self.seeds]
+        if not self.seeds or self.steps < 0 or not 0 <= self.seconds < math.inf:
+            raise ValueError(
+                "steps and seconds must be finite, 0 or more, and seeds those of the run, at least one. "
+                f"Got {self.steps}, {self.seconds} and {self.seeds}."
+            )
 
 
 class Diverged(RuntimeError):
@@ -118,7 +129,7 @@ class Run:
             self.rows,
             scores,
             task=self.state.task,
-            data=self.state.data,
+            data=self.source.told,
         )
 
     def _epoch(self, epoch: int, step: Step | Captured) -> None:

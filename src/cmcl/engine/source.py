@@ -39,7 +39,7 @@ class Resident:
         self.examples, self.seeds = len(images), seeds
         # Labels tell data apart; images, or soft labels, may be computed anew and differ in the last bits.
         labels = "soft" if targets.is_floating_point() else tensor_checksum({"": targets})[:12]
-        self.name = f"{self.examples} examples with targets {labels}"
+        self.name = self.told = f"{self.examples} examples with targets {labels}"
         self.batch_size = min(batch_size, self.examples)
         rows = self.examples // self.batch_size + 1  # the most steps that can start in one epoch
         self._order = torch.zeros(len(seeds), rows, self.batch_size, dtype=torch.long, device=device)
@@ -119,6 +119,7 @@ class Loaded:
         self.batch_size = loader.batch_size or 1
         self.examples = batches * self.batch_size
         self.name = f"{batches} batches of {self.batch_size}"
+        self.told = f"a DataLoader of {_examples(loader) or 'some'} examples"
         self._iterator: Iterator[Batch] = iter(())
         self._batch: Batch | None = None
 
@@ -174,6 +175,10 @@ class Loaded:
     def state(self) -> list[Tensor]:
         """Nothing that a step changes."""
         return []
+
+
+def _examples(loader: DataLoader[Any]) -> int | None:
+    return len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
 
 
 def _look(classes: int, ignore_index: int | None, targets: Tensor) -> None:

@@ -38,16 +38,20 @@ def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ense
 
 def _check_options(network: str, options: Mapping[str, Any], build: Callable[..., Any]) -> None:
     """Refuse misspelt names and values of another kind than the default: the text "False" counts as true."""
-    known = {name: option.default for name, option in inspect.signature(build).parameters.items()}
+    known = inspect.signature(build).parameters
     for name, value in options.items():
         if name not in known:
             cure = nearest(name, list(known))
             raise ValueError(f"network_options must be options of {network}. Got {name!r}. {cure}")
-        flag, number = isinstance(known[name], bool), isinstance(known[name], int | float)
-        if flag and not isinstance(value, bool):
+        default, kind = known[name].default, known[name].annotation
+        if isinstance(default, bool) and not isinstance(value, bool):
             raise ValueError(f"network_options.{name} must be true or false. Got {value!r}.")
-        if number and not flag and (isinstance(value, bool) or not isinstance(value, int | float | None)):
+        if kind in (int, float, int | None) and not _is_number(value, or_none=kind == int | None):
             raise ValueError(f"network_options.{name} must be a number. Got {value!r}.")
+
+
+def _is_number(value: Any, *, or_none: bool) -> bool:
+    return (value is None and or_none) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:

@@ -105,7 +105,7 @@ def campaign(
         seconds, *_ = _outlook(job.name, job.seeds, records, runs, options)
         if left is not None and (left <= 0 or (seconds > left and not unfinished)):
             report.left[_label(job)] = f"expected to take {seconds:.0f} s, {max(left, 0):.0f} s left"
-            report.late.append(job)
+            report.late.append(replace(job, seconds=seconds))
             continue
         say(f"{_label(job)}: started, expected to take {seconds:.0f} s")
         try:

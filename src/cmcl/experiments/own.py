@@ -7,9 +7,10 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from .. import checks
 from ..data import from_arrays
@@ -20,6 +21,7 @@ from ..engine.admission import fitting
 from ..engine.setup import Data
 from ..ensemble import Ensemble
 from ..recipe import Recipe
+from ..saving import saved_checksum
 from ..telling import without_addresses
 from . import environment
 from .gallery import write_gallery
@@ -71,8 +73,9 @@ def record(
     if isinstance(test, Dataset) and ignore_index is not None:
         raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
     data = test if isinstance(test, Dataset) else _data(ensemble, *_pair(test), ignore_index)
-    unseen = Inputs(outside, outside) if isinstance(outside, Tensor) else outside
+    unseen = outside if outside is None or isinstance(outside, Dataset) else _unseen(outside)
     answers = ask(ensemble, data.images, outside=None if unseen is None else unseen.images, seed=seed)
+    ensemble.save(own / "ensemble")
     made = Record(
         name=folder.name,
         recipe=recipe.to_json(),
@@ -81,9 +84,11 @@ def record(
         full_length=True,
         full_test=True,
         test_examples=len(data.images),
-        checksums=_checksums(data, result),
+        checksums={"test": tensor_checksum({"images": data.images, "targets": data.targets})},
         network=None if recipe.network else described(ensemble.members),
         task=result.task,
+        learned_from=result.data,
+        weights=saved_checksum(own / "ensemble"),
         outside=None if unseen is None else unseen.source,
         steps=result.steps,
         seconds=round(result.seconds, 3),
@@ -91,7 +96,6 @@ def record(
         **environment.facts(options or Options()),
         **measure(answers, data.targets),
     )
-    ensemble.save(own / "ensemble")
     if isinstance(data, Dataset):
         write_gallery(own / "gallery", answers.test, data, data.images)
     made.save(own / "record.json")
@@ -111,20 +115,30 @@ def _seed(result: Result, seed: int | None) -> int:
 def _pair(test: Data) -> tuple[Tensor, Tensor]:
     """Inputs and targets; those of a DataLoader's batches together."""
     if isinstance(test, DataLoader):
-        batches = [checks.pair("test", batch) for batch in test]
+        batches = [checks.pair("test", batch) for batch in _in_order(test)]
         if not batches:
             raise ValueError("test must hold at least one batch. Got an empty DataLoader.")
         return torch.cat([inputs for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
-    if not isinstance(test, tuple | list) or len(test) != 2:
+    arrays = Tensor | np.ndarray
+    if not isinstance(test, tuple | list) or len(test) != 2 or not all(isinstance(t, arrays) for t in test):
         must = "a Dataset, (inputs, targets) or a DataLoader of such pairs"
         raise TypeError(f"test must be {must}. Got {checks.kind(test)}.")
     return torch.as_tensor(test[0]), torch.as_tensor(test[1])
 
 
-def _checksums(data: Dataset | Inputs, result: Result) -> dict[str, str]:
-    """Of what was measured on; and of what was learned from, as far as it is known."""
-    test = {"test": tensor_checksum({"images": data.images, "targets": data.targets})}
-    return test if result.data is None else {"train": result.data, **test}
+def _unseen(outside: Any) -> Inputs:
+    if not isinstance(outside, Tensor | np.ndarray):
+        raise TypeError(f"outside must be a Dataset or a tensor of inputs. Got {checks.kind(outside)}.")
+    inputs = torch.as_tensor(outside)
+    return Inputs(inputs, inputs)
+
+
+def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Not shuffled: the same data have the same checksum."""
+    if not isinstance(loader.sampler, RandomSampler):
+        return loader
+    kept = {name: getattr(loader, name) for name in ("batch_size", "num_workers", "collate_fn")}
+    return DataLoader(loader.dataset, **kept)
 
 
 def described(members: nn.ModuleList) -> dict[str, Any]:

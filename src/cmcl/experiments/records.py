@@ -39,6 +39,8 @@ class Record:
     # Of networks of one's own, which no recipe names: class, parameters, digest. Older records lack it.
     network: Mapping[str, Any] | None = None
     task: str | None = None  # the name of a task loss of one's own, which no recipe names either
+    learned_from: str | None = None  # own data, as far as it is known: how many examples, with which labels
+    weights: str | None = None  # checksum of what was learned; older records lack it
     outside: str | None = None  # the set of things never seen that `entropy` and AUROC tell of
     validation: Mapping[str, float] | None = None  # errors on what was held out
     steps: int
@@ -58,9 +60,11 @@ class Record:
 
     @property
     def identity(self) -> str:
-        """The same for every copy of one run's record, however often it was measured; no other run has it."""
-        told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in MEASURED}
-        return json.dumps(told, sort_keys=True)
+        """The same for all records of one trained ensemble on one set of test data, wherever measured."""
+        told: Any = self.weights
+        if told is None:
+            told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in MEASURED}
+        return json.dumps([told, self.checksums, self.test_examples, self.full_test], sort_keys=True)
 
     @property
     def file_name(self) -> str:

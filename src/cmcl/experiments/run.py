@@ -24,6 +24,7 @@ from ..engine.setup import hold_out
 from ..ensemble import Ensemble
 from ..files import replacing
 from ..recipe import Recipe
+from ..saving import saved_checksum
 from . import environment
 from .building import build, check_fits, named
 from .gallery import write_gallery
@@ -116,7 +117,8 @@ def run(
         ensemble.save(own / "ensemble")
         people.print(f"seed {seed}: {_to_measure(sets, recipe, test_limit)}", highlight=False, soft_wrap=True)
         answers, measured = _measure(ensemble, sets, recipe, seed, test_limit, options)
-        records.append(record := Record(seed=seed, **facts, **trained, **measured))
+        weights = saved_checksum(own / "ensemble")
+        records.append(record := Record(seed=seed, weights=weights, **facts, **trained, **measured))
         record.save_if_new(own / "record.json")
         write_gallery(own / "gallery", answers.test, sets.test[:test_limit], sets.pictures)
         if results is not None:

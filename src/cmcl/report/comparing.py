@@ -6,6 +6,7 @@ method (learning rate, optimiser, batch size) may differ. M members.
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from ..experiments.noise import independent, is_dense, noise_known, spread_of, within_noise
@@ -29,19 +30,31 @@ def of_runs(records: Sequence[Record]) -> list[str]:
 def repeats(records: Sequence[Record]) -> list[list[Record]]:
     """Runs that differ in nothing but the seed.
 
-    Where a seed comes twice they differ in something that no record tells, and only names tell them apart.
+    Where a seed comes twice they differ in something that no record tells; only names tell them apart then.
     """
     alike: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         alike.setdefault((kind(record), record.recipe_hash, str(record.complete)), []).append(record)
     found: list[list[Record]] = []
-    for group in alike.values():
-        if len({record.seed for record in group}) == len(group):
-            found.append(group)
-        else:
-            names = dict.fromkeys(record.name for record in group)
-            found += [[record for record in group if record.name == name] for name in names]
+    for group in chain.from_iterable(map(_by_what_was_learned, alike.values())):
+        names = dict.fromkeys(record.name for record in group)
+        named = [[record for record in group if record.name == name] for name in names]
+        for one in [group] if _each_seed_once(group) else named:
+            found += [one] if _each_seed_once(one) else [[record] for record in one]
     return found
+
+
+def _each_seed_once(records: Sequence[Record]) -> bool:
+    return len({record.seed for record in records}) == len(records)
+
+
+def _by_what_was_learned(records: list[Record]) -> list[list[Record]]:
+    """Apart, where they are known to have learned from other data."""
+    known = dict.fromkeys(record.learned_from for record in records if record.learned_from)
+    if len(known) < 2:
+        return [records]
+    groups = [[record for record in records if record.learned_from == one] for one in [*known, None]]
+    return [group for group in groups if group]
 
 
 def _of_data(data: str, records: Sequence[Record]) -> list[str]:
@@ -90,7 +103,7 @@ def _groups(records: Sequence[Record]) -> list[list[Record]]:
     for record in records:
         kinds.setdefault(kind(record), []).append(record)
     groups = []
-    for alike in kinds.values():
+    for alike in chain.from_iterable(map(_by_what_was_learned, kinds.values())):
         alone = [record for record in alike if record.recipe["members"] == 1]
         sizes = sorted({record.recipe["members"] for record in alike} - {1})
         ensembles = [[record for record in alike if record.recipe["members"] == m] for m in sizes]

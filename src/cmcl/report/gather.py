@@ -5,7 +5,7 @@ What is damaged is noted and left out; the page says so.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class Run:
     rows: list[Row] = field(default_factory=list)  # telemetry
     gallery: dict[str, Any] | None = None  # content of gallery.json, with "folder"
     label: str = ""  # for people: the name, with the seed if there are several
+    place: str = ""  # the name of the folder that its folder is in
     planned: str | None = None  # the data set's name as recipe.json has it, for a run without a record
 
     @property
@@ -92,6 +93,8 @@ def gather(sources: Sequence[str | Path]) -> Material:
             "Name the folder that was given to --out, or to cmcl.record."
         )
     _leave_out(material)
+    material.runs = _once(material.runs)
+    _tell_apart(material.runs)
     _label(material.runs)
     material.runs.sort(key=_rank)
     return material
@@ -154,7 +157,7 @@ def _runs(folder: Path, notes: list[str]) -> Iterator[Run]:
         seed = row.get("seed", next(iter(found)))
         found.setdefault(seed, Run(folder.name.split("--")[0], seed)).rows.append(row)
     for run in found.values():
-        run.planned = _planned(folder)
+        run.planned, run.place = _planned(folder), folder.resolve().parent.name
     # A run that was stopped early has telemetry under its true seed, and nothing under the folder's.
     yield from (run for run in found.values() if run.record or run.rows or len(found) == 1)
 
@@ -202,6 +205,24 @@ def _gallery(folder: Path, notes: list[str]) -> dict[str, Any] | None:
         notes.append(f"{_short(path)}: pictures cannot be shown ({_reason(error, path)})")
         return None
     return {**content, "folder": folder}
+
+
+def _once(runs: list[Run]) -> list[Run]:
+    """Without copies of the same run, such as a folder that was named twice."""
+    first = {run.record.identity: run for run in reversed(runs) if run.record}
+    return [run for run in runs if run.record is None or first[run.record.identity] is run]
+
+
+def _tell_apart(runs: list[Run]) -> None:
+    """Where name and seed are the same, as in few/ie and many/ie, the folder becomes part of the name."""
+    alike: dict[tuple[str, int], list[Run]] = {}
+    for run in runs:
+        alike.setdefault((run.name, run.seed), []).append(run)
+    for group in alike.values():
+        if 1 < len(group) == len({run.place for run in group}):
+            for run in group:
+                run.name = f"{run.place}/{run.name}"
+                run.record = run.record and replace(run.record, name=run.name)
 
 
 def _label(runs: list[Run]) -> None:
