@@ -127,7 +127,7 @@ def held_out() -> str:
 
 def long_run() -> str:
     """One network trained in full: where its dropout stands."""
-    (ie,) = (r for r in load_records(ROOT / "results") if r.name == "cifar10-cnn-ie" and r.seed == 0)
+    ie = next(r for r in load_records(ROOT / "results") if r.recipe_hash == find("cifar10-cnn-ie").hash)
     (after,) = (Record.load(path) for path in TRIED.glob("cifar10-cnn-ie-dropbeforepoolfalse-members1--*"))
     rows = ["| one network, 200 epochs | test top-1 % |", "|---|--:|"]
     rows.append(f"| dropout before pooling, mean over the masks (IE's members) | {fmean(ie.members):.2f} |")

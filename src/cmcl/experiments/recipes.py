@@ -30,7 +30,7 @@ CNN = Recipe(
     weight_decay=5e-4,
     drops=((0.3, 0.2), (0.6, 0.2), (0.8, 0.2)),
 )
-# What the program does at test gives errors well above the paper's, this gives the paper's
+# What the program does at test gives errors well above the paper's, this comes near them
 # (docs/reproduction.md, results/dropout-at-test-h200.txt). The training is the same.
 SMALL = replace(CNN, network_options={"expected_pooling": True})
 VGGNET = replace(
