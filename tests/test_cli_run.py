@@ -469,12 +469,42 @@ class TestNames:
         assert "test must have classes that the ensemble knows by name. Got seven. Valid names: 0, 1," in err
         assert err.count("\n") == 1
 
+    @pytest.mark.parametrize("layout", ["whole", "test"])
+    def test_new_images_alone_will_do(self, cmcl, trained, pictures, tmp_path, layout):
+        """A folder of classes, or test/ without train/: the ensemble knows the names."""
+        arguments = pictures("3", "7")
+        expected = cmcl("evaluate", trained, *arguments, "--json")[1]
+        shutil.rmtree(tmp_path / "pictures" / "train")
+        if layout == "whole":
+            arguments[3] = tmp_path / "pictures" / "test"
+        code, out, _ = cmcl("evaluate", trained, *arguments, "--json")
+        assert code == 0
+        assert json.loads(out)["top1"] == json.loads(expected)["top1"]
+
+    def test_names_travel_with_the_ensemble(self, cmcl, tmp_path, pictures):
+        root = pictures("three", "seven")[3]
+        train = package.data.load("folder", root=root, mode="L")
+        ensemble = package.Ensemble(
+            lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2)), 2
+        )
+        package.fit(
+            ensemble, train, recipe=package.Recipe(members=2, steps=1), options=package.Options(quiet=True)
+        )
+        assert ensemble.classes == ("seven", "three")
+        ensemble.save(tmp_path / "alone")
+        assert classes_of(tmp_path / "alone") == ["seven", "three"]
+        again = package.load(
+            tmp_path / "alone",
+            network=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2)),
+        )
+        assert again.classes == ("seven", "three")
+
     def test_an_ensemble_without_names(self, cmcl, trained, pictures, tmp_path, some):
         shutil.copytree(trained / "ensemble", tmp_path / "mine")
         assert classes_of(tmp_path / "mine") is None
-        code, out, _ = cmcl("evaluate", tmp_path / "mine", *pictures("three", "seven"), "--json")
-        assert code == 0
-        assert json.loads(out)["examples"] == len(some)
+        code, _, err = cmcl("evaluate", tmp_path / "mine", *pictures("three", "seven"), "--json")
+        assert code == 2
+        assert "must have 10 classes, as many as the ensemble answers, which does not know their names" in err
 
     def test_the_names_of_a_run_of_ones_own(self, cmcl, trained, tmp_path, pictures):
         """They stand in its gallery."""

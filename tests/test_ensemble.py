@@ -1,11 +1,14 @@
 """The ensemble as its users meet it: building, forward, predict, state."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from cmcl import Ensemble, share_features
+from cmcl.modes import in_eval
 from helpers import draw_masks
 
 
@@ -190,6 +193,30 @@ class TestPredict:
         assert [module.training for module in ensemble.modules()] == modes
         assert all(value.equal(state[key]) for key, value in ensemble.state_dict().items())
         assert first.probs.equal(again.probs), "no dropout, no batch statistics"
+
+    def test_threads_may_ask_one_that_is_in_train_mode(self):
+        """The first that ends must not put it back in train mode under the others."""
+        ensemble, images = Ensemble(Net, 3), torch.randn(64, 4)
+        ensemble.members[0].bn.eval()
+        expected = torch.stack([ensemble.predict(image[None]).probs[0] for image in images])
+        modes = [module.training for module in ensemble.modules()]
+        before = {key: value.clone() for key, value in ensemble.state_dict().items()}
+        for _ in range(10):
+            with ThreadPoolExecutor(8) as threads:
+                answers = list(threads.map(lambda image: ensemble.predict(image[None]).probs[0], images))
+            torch.testing.assert_close(torch.stack(answers), expected)
+        assert all(value.equal(before[key]) for key, value in ensemble.state_dict().items())
+        assert [module.training for module in ensemble.modules()] == modes
+
+    def test_one_that_overlaps_another_leaves_its_mode_alone(self):
+        ensemble = Ensemble(Net, 2)
+        first, second = in_eval(ensemble), in_eval(ensemble)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not any(module.training for module in ensemble.modules()), "the second still computes"
+        second.__exit__(None, None, None)
+        assert all(module.training for module in ensemble.modules())
 
     def test_mode_is_restored_after_an_error(self):
         ensemble = Ensemble(Net, 2)

@@ -115,7 +115,7 @@ def test_what_a_loop_says_of_itself():
 class TestWhatIsMeasuredOn:
     def test_a_loader_is_its_batches_together(self, trained, tmp_path):
         _, ensemble, test, recipe, result = trained
-        pair = test.images[:50] / 255, test.targets[:50]
+        pair = test.images[:50], test.targets[:50]
         loader = DataLoader(TensorDataset(*pair), batch_size=16)
         given = {"recipe": recipe, "result": result}
         one, other = (cmcl.record(tmp_path / "run", ensemble, data, **given) for data in (pair, loader))
@@ -123,7 +123,7 @@ class TestWhatIsMeasuredOn:
 
     def test_a_shuffled_loader_is_measured_in_order(self, trained, tmp_path):
         _, ensemble, test, recipe, result = trained
-        pair = TensorDataset(test.images[:50] / 255, test.targets[:50])
+        pair = TensorDataset(test.images[:50], test.targets[:50])
         given = {"recipe": recipe, "result": result}
         one, other = (
             cmcl.record(tmp_path / "run", ensemble, DataLoader(pair, 16, shuffle=shuffle), **given)

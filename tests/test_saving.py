@@ -305,6 +305,9 @@ class TestDamage:
         ("changes", "message"),
         [
             ({"weights": {"file": "x.safetensors"}}, "weights missing or malformed"),
+            ({"weights": {"file": 3, "sha256": "0"}}, "weights missing or malformed"),
+            ({"classes": "cat"}, "classes missing or malformed"),
+            ({"classes": [1, 2]}, "classes missing or malformed"),
             ({"members": ["cnn"]}, "members missing or malformed"),
             ({"stem": "layer1"}, "stem missing or malformed"),
             ({"output": 3}, "output missing or malformed"),
@@ -360,9 +363,12 @@ class TestTransforms:
         loaded = cmcl.load(tmp_path / "with")
         assert loaded.transform.checksum == ensemble.transform.checksum
         assert loaded.predict(images).probs.equal(ensemble.predict(images).probs)
-        assert not loaded.predict(images).probs.equal(loaded.predict(images.float()).probs), (
-            "floats are taken as they are"
-        )
+        with pytest.warns(
+            UserWarning, match="float inputs are taken as transformed already, and these look raw"
+        ):
+            floats = loaded.predict(images.float())
+        assert not loaded.predict(images).probs.equal(floats.probs), "floats are taken as they are"
+        cmcl.load(tmp_path / "with").predict(ensemble.transform.transform(images))  # some are below 0
 
     @pytest.fixture
     def whitened(self, saved, monkeypatch):

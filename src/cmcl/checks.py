@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,7 +136,8 @@ def no_numbers(logits: Tensor) -> None:
     if wrong.any():
         bad = wrong.flatten(1).any(1).nonzero().flatten().tolist()
         raise ValueError(
-            f"logits must not be NaN or +inf. Got that from member {bad}; lower the learning rate?"
+            f"logits must not be NaN or +inf. Got that from member {bad}. Look for NaN in the inputs; if "
+            "there is none, the training diverged: lower the learning rate."
         )
 
 
@@ -198,7 +200,8 @@ def fitted(transform: T | None) -> T:
 def inputs(x: Tensor) -> Tensor:
     """An ensemble takes a tensor whose first axis is the batch."""
     if not isinstance(x, Tensor) or x.ndim == 0:
-        raise TypeError(f"x must be a tensor with the batch on its first axis. Got {kind(x)}.")
+        cure = " Convert it by torch.from_numpy." if isinstance(x, np.ndarray) else ""
+        raise TypeError(f"x must be a tensor with the batch on its first axis. Got {kind(x)}.{cure}")
     return x
 
 

@@ -15,8 +15,8 @@ from . import checks
 from .data.transform import Transform
 from .fidelity import can_compare, check_cut
 from .members import Network, Output, build_members, distinct, in_turn, logits_of
-from .modes import keep_modes
-from .prediction import Prediction, answer
+from .modes import in_eval
+from .prediction import Prediction, answer, notice_raw
 from .sharing import MODES, share_features
 from .split import split
 
@@ -52,6 +52,7 @@ class Ensemble(nn.Module):
         self.share_prob, self.share_at_test = float(share_prob), share_at_test
         self.output = output
         self.transform: Transform | None = None  # of raw images; what is fitted to the data travels with it
+        self.classes: tuple[str, ...] | None = None  # their names, where they have any; `fit` takes them over
         self.run: Callable[[list[partial[Any]]], list[Any]] = in_turn  # the engine has faster ways
         self._cut()
 
@@ -80,15 +81,15 @@ class Ensemble(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
-        """The answer for inputs (B, ...), in eval mode, streamed through the device by `batch_size`."""
+        """The answer for inputs (B, ...), uint8 if they are raw, in eval mode, streamed by `batch_size`."""
         batch_size = max(len(checks.inputs(x)), 1) if batch_size is None else batch_size
         checks.positive("batch_size", batch_size)
         device = next(self.parameters(), x).device
-        with keep_modes(self):
-            self.eval()
+        with in_eval(self):
             parts = (self.transformed(part.to(device)) for part in torch.split(x, int(batch_size)))
             logits = torch.cat([self(part).to(x.device) for part in parts], 1)
         checks.no_numbers(logits)
+        notice_raw(x, self.transform)
         return answer(logits)
 
     def transformed(self, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What an ensemble answers, from its members' logits. M members, B batch, C classes."""
 
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,3 +23,17 @@ def answer(logits: Tensor) -> Prediction:
     member_probs = logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32))
     uncertainty = entropy(member_probs)
     return Prediction(member_probs.mean(0), member_probs, uncertainty, uncertainty.argmin(0))
+
+
+def notice_raw(x: Tensor, transform: Any) -> None:
+    """Warn of float images that look raw: no value is below 0, as some are after most transforms."""
+    image = x.is_floating_point() and x.ndim == 4 and x.numel() > 0
+    if transform is None or not transform.is_fitted or not image or x.min() < 0:
+        return
+    black = torch.zeros_like(x[:1], dtype=torch.uint8)
+    if transform.transform(black).min() < 0:  # this transform goes below 0
+        warnings.warn(
+            "float inputs are taken as transformed already, and these look raw: no value is below 0. Pass "
+            "raw images as uint8, or ensemble.transform.transform(images).",
+            stacklevel=4,  # past predict, and torch's no_grad around it
+        )

@@ -62,6 +62,7 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
         **{name: getattr(ensemble, name) for name in SETTINGS},
         "stem": {"stem": ensemble.stem, "freeze": ensemble.freeze} if isinstance(ensemble, OneStem) else None,
         "output": None if ensemble.output is None else _name(ensemble.output),
+        "classes": None if ensemble.classes is None else list(ensemble.classes),
         "transform": transform,
         "weights": weights,
     }
@@ -131,6 +132,7 @@ def load(
     build: Callable[..., Ensemble] = partial(OneStem, **stem) if stem else Ensemble
     ensemble = build(modules, **settings, output=output).to(device).eval()
     ensemble.transform = _transform(config["transform"], weights, root)
+    ensemble.classes = None if config["classes"] is None else tuple(config["classes"])
     return ensemble
 
 
@@ -244,7 +246,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{path} has format version {version}, and this cmcl {__version__} reads up to {VERSION}. "
             "Upgrade with: pip install -U confident-mcl"
         )
-    config = {"stem": None, "output": None} | config  # an older file does not say
+    config = {"stem": None, "output": None, "classes": None} | config  # an older file does not say
     wrong = [name for name, fits in _FITS.items() if name not in config or not fits(config[name])]
     if wrong:
         raise ValueError(
@@ -256,8 +258,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
 _FITS: dict[str, Callable[[Any], bool]] = {  # what a config holds
     "members": lambda v: isinstance(v, list) and all(isinstance(member, dict) for member in v) and bool(v),
     "weights": lambda v: (
-        isinstance(v, dict) and {"file", "sha256"} <= v.keys() and Path(v["file"]).name == v["file"]
+        isinstance(v, dict)
+        and all(isinstance(v.get(key), str) for key in ("file", "sha256"))
+        and Path(v["file"]).name == v["file"]
     ),
+    "classes": lambda v: v is None or (isinstance(v, list) and all(isinstance(name, str) for name in v)),
     "transform": lambda v: v is None or isinstance(v, dict),
     "stem": lambda v: v is None or (isinstance(v, dict) and v.keys() == {"stem", "freeze"}),
     "output": lambda v: v is None or isinstance(v, str),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import classes_of, data_of, find_ensembles, label_of, number_as, open_ensemble, seek
+from .runs import classes_of, data_of, find_ensembles, label_of, load_test, number_as, open_ensemble, seek
 from .shared import check_device, number, parse_pairs, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def evaluate(
     Errors and calibration in percent, entropy in nats. With --ood also the entropy on images of another kind,
     and how well it tells the two apart (AUROC).
     """
-    from ..data import load
     from ..data.dataset import spread
 
     if ood is None and (ood_root or ood_option):
@@ -68,7 +67,7 @@ def evaluate(
     if name is None:
         raise ValueError(f"--data must name the set to test on: {run} does not say what it was trained on.")
     device = check_device(device)
-    test = load(name, split="test", root=root, **parse_pairs(option or [], "--option"))
+    test = load_test(name, root, parse_pairs(option or [], "--option"))
     outside = None if ood is None else spread(_load_outside(ood, ood_root, root, ood_option or []), limit)
     part = spread(test, limit)
     results = []

@@ -98,6 +98,17 @@ def seek(read: Callable[[Path], Found], root: Path | None, what: str) -> Found:
         raise FileNotFoundError(f"{what} must be in {root} or {default}. Got neither: {error}") from None
 
 
+def load_test(name: str, root: Path | None, options: dict[str, Any]) -> "Dataset":
+    """A set to test on; of one's own images also a folder that is not split, or has no train/."""
+    from ..data import load
+
+    whole = None if root is None else root.expanduser()
+    if name != "folder" or whole is None or (whole / "train").is_dir():
+        return load(name, split="test", root=root, **options)
+    inside = whole / "test"
+    return replace(load(name, root=inside if inside.is_dir() else whole, **options), split="test")
+
+
 def data_of(ensemble: Path) -> str | None:
     """The name of the set that an ensemble was trained on, as far as its folders tell."""
     for folder in (ensemble, *ensemble.absolute().parents[:2]):  # seed0/ensemble lies two below recipe.json
@@ -114,7 +125,9 @@ def _fitted_on(transform: dict[str, Any]) -> str | None:
 
 
 def classes_of(ensemble: Path) -> list[str] | None:
-    """The names of the classes that it answers, as far as its folders tell."""
+    """The names of the classes that it answers, as far as it knows them or its folders tell."""
+    if own := _read(ensemble / "config.json").get("classes"):
+        return [str(name) for name in own]
     data = data_of(ensemble)
     if data in SETS:
         return SETS[data][1]
@@ -131,7 +144,13 @@ def number_as(ensemble: "Ensemble", names: list[str] | None, data: "Dataset") ->
 
     from ..data.files import nearest
 
-    if names is None or names == list(data.classes) or _count_answers(ensemble, data) != len(names):
+    count = _count_answers(ensemble, data)
+    if names is None and count != len(data.classes):
+        raise ValueError(
+            f"{data.source} must have {count} classes, as many as the ensemble answers, which does not know "
+            f"their names. Got {len(data.classes)}."
+        )
+    if names is None or names == list(data.classes) or count != len(names):
         return data
     if unknown := [name for name in data.classes if name not in names]:
         got = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
