@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -206,6 +207,54 @@ def test_a_threshold_travels_as_json():
     ):
         text = json.dumps(found.to_json(), allow_nan=False)
         assert Threshold.from_json(json.loads(text)) == found
+        assert Threshold.from_json({"threshold": json.loads(text), "tried": {}}) == found
+
+
+def test_a_threshold_may_name_the_weights_it_is_for():
+    found = Threshold(0.25, "confidence", 0.01, 0.95, 1000, 500, 1, 0.009)
+    assert "weights" not in found.to_json()
+    tied = replace(found, weights="abc")
+    assert Threshold.from_json(tied.to_json()) == tied != found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value": "nan"}, "value must be a number, or 'inf' or '-inf' in JSON. Got str 'nan'."),
+        ({"value": math.nan}, "value must be a number, .* Got float nan."),
+        ({"value": True}, "value must be a number, .* Got bool True."),
+        ({"value": None}, "value must be a number, .* Got NoneType."),
+        ({"risk": "a"}, "risk must be a number. Got str 'a'."),
+        ({"risk": 5}, "risk must be between 0 and 1. Got 5."),
+        ({"confidence": 0}, "confidence must be above 0 and below 1. Got 0."),
+        ({"score": "foo"}, "score must be one of 'confidence', .* Got 'foo'."),
+        ({"score": ["confidence"]}, "score must be one of"),
+        ({"examples": 0, "answered": 0}, "examples must be a whole number of at least 1. Got 0."),
+        ({"answered": 5.5}, "answered must be a whole number of at least 0. Got 5.5."),
+        ({"errors": 501}, "errors must be at most answered, .* Got 501, 500 and 1000."),
+        ({"answered": 1001}, "that at most examples. Got 1, 1001 and 1000."),
+        ({"bound": "b"}, "bound must be a number. Got str 'b'."),
+        ({"weights": 3}, "weights must be a checksum, or None. Got int 3."),
+        ({"speed": 9}, "must have the fields that to_json writes, and no others. Got speed. Make it with"),
+    ],
+)
+def test_a_threshold_of_nonsense(change, message):
+    values = Threshold(0.25, "confidence", 0.01, 0.95, 1000, 500, 1, 0.009).to_json()
+    with pytest.raises((ValueError, TypeError), match=message):
+        Threshold.from_json(values | change)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("threshold.json", "must be a dict. Got str 'threshold.json'. Of a file, pass json.loads"),
+        ({"threshold": [1]}, "must be a dict. Got list."),
+        ({}, "Got 8 missing .value, score, risk, confidence, examples, answered, errors, bound.. Make it"),
+    ],
+)
+def test_no_threshold_at_all(values, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Threshold.from_json(values)
 
 
 def test_unfamiliar_examples_rank_higher():

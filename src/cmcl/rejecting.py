@@ -4,8 +4,9 @@ M members, N examples, C classes. Everything works on `member_probs` (M, N, C), 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from numbers import Real
 from typing import Any
 
 import torch
@@ -65,6 +66,15 @@ def uncertainty(member_probs: Tensor, score: str = "mean_entropy") -> Tensor:
     return SCORES[score](member_probs)
 
 
+def check_promise(risk: float, confidence: float, score: str) -> None:
+    """What `calibrate` can be asked for: to be known before its examples are computed."""
+    for name, value in (("risk", risk), ("confidence", confidence)):
+        checks.probability(name, value)
+        if value in (0, 1):
+            raise ValueError(f"{name} must be above 0 and below 1. Got {value}.")
+    checks.choice("score", score, tuple(SCORES))
+
+
 @dataclass(frozen=True)
 class Threshold:
     """Answer where the uncertainty is below `value`. Made by `calibrate`, used by `decide`."""
@@ -77,6 +87,19 @@ class Threshold:
     answered: int
     errors: int
     bound: float  # upper confidence bound of the error among answered examples; 1 if none is
+    weights: str | None = None  # checksum of the saved ensemble that it is for, where that is known
+
+    def __post_init__(self) -> None:
+        check_promise(self.risk, self.confidence, self.score)
+        _check_value(self.value)
+        checks.at_least(1, examples=self.examples)
+        checks.at_least(0, answered=self.answered, errors=self.errors)
+        if not self.errors <= self.answered <= self.examples:
+            counts = f"{self.errors}, {self.answered} and {self.examples}"
+            raise ValueError(f"errors must be at most answered, and that at most examples. Got {counts}.")
+        checks.probability("bound", self.bound)
+        if not isinstance(self.weights, str | None):
+            raise TypeError(f"weights must be a checksum, or None. Got {checks.kind(self.weights)}.")
 
     @property
     def reached(self) -> bool:
@@ -89,14 +112,26 @@ class Threshold:
         return self.answered / self.examples
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; an infinite `value` is written as text, which `from_json` reads."""
-        values = asdict(self)
-        return values if math.isfinite(self.value) else values | {"value": str(self.value)}
+        """JSON values; an infinite `value` is written as text, and `weights` only where they are known."""
+        values = asdict(self) | {"value": self.value if math.isfinite(self.value) else str(self.value)}
+        return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Threshold":
-        """What `to_json` wrote."""
-        return cls(**values | {"value": float(values["value"])})
+    def from_json(cls, values: Mapping[str, Any]) -> "Threshold":
+        """What `to_json` wrote, or all that `cmcl reject --json` printed."""
+        inside = values.get("threshold", values) if isinstance(values, Mapping) else values
+        if not isinstance(inside, Mapping):
+            message = f"a threshold must be a dict. Got {checks.kind(inside)}."
+            raise TypeError(f"{message} Of a file, pass json.loads(path.read_text()).")
+        known = [field.name for field in fields(cls)]
+        missing = [name for name in known if name not in inside and name != "weights"]
+        unknown = [str(name) for name in inside if name not in known]
+        if missing or unknown:
+            got = f"{len(missing)} missing ({', '.join(missing)})" if missing else ", ".join(unknown)
+            message = f"a threshold must have the fields that to_json writes, and no others. Got {got}."
+            raise ValueError(f"{message} Make it with calibrate() or `cmcl reject -o FILE`.")
+        value = inside["value"]
+        return cls(**dict(inside) | {"value": float(value) if value in ("inf", "-inf") else value})
 
     def __str__(self) -> str:
         promise = f"at most {self.risk:.2%} wrong among the answered, with {self.confidence:.0%} confidence"
@@ -144,10 +179,7 @@ def calibrate(
         confidence: of the guarantee, between 0 and 1 exclusive.
         score: what to reject by, a name in `SCORES`.
     """
-    for name, value in (("risk", risk), ("confidence", confidence)):
-        checks.probability(name, value)
-        if value in (0, 1):
-            raise ValueError(f"{name} must be above 0 and below 1. Got {value}.")
+    check_promise(risk, confidence, score)
     scores = uncertainty(member_probs, score)  # (N,)
     if member_probs.ndim != 3:
         raise ValueError(
@@ -208,6 +240,12 @@ def upper_bound(errors: int, n: int, level: float) -> float:
 def examples_needed(risk: float, confidence: float) -> int:
     """How many answers, none of them wrong, it takes before `calibrate` can promise anything."""
     return math.ceil(math.log((1 - confidence) / LEVELS) / math.log1p(-risk))
+
+
+def _check_value(value: float) -> None:
+    """A number or an infinity. Not NaN: no score is below it, so all would be rejected without a word."""
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+        raise ValueError(f"value must be a number, or 'inf' or '-inf' in JSON. Got {checks.kind(value)}.")
 
 
 def _candidates(scores: Tensor) -> list[float]:
