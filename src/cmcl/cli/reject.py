@@ -1,13 +1,18 @@
 """`cmcl reject`: how sure an ensemble must be, so that few of its answers are wrong."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
 from .runs import classes_of, data_of, first_ensemble, number_as, open_ensemble
 from .shared import check_device, check_writable, parse_pairs, print_json, users_shapes
+
+if TYPE_CHECKING:
+    from ..rejecting import Threshold
 
 
 def reject(
@@ -35,12 +40,12 @@ def reject(
     confidence, at most that share of the answers given is wrong. It holds for images of the same kind, if
     risk, confidence and score are fixed beforehand.
     """
-    import json
-
     from ..data import load
     from ..data.dataset import spread
-    from ..rejecting import ABSTAIN, calibrate, decide
+    from ..rejecting import ABSTAIN, calibrate, check_promise, decide
+    from ..saving import saved_checksum
 
+    check_promise(risk, confidence, score)
     check_writable(out, "--out")
     place = first_ensemble(run)
     name = data or data_of(place)
@@ -56,6 +61,7 @@ def reject(
     with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {name};"):
         probs = ensemble.predict(test.images, batch_size=250).member_probs
     threshold = calibrate(probs[:, ::2], test.targets[::2], risk=risk, confidence=confidence, score=score)
+    threshold = replace(threshold, weights=saved_checksum(place))
     answers, truth = decide(probs[:, 1::2], threshold), test.targets[1::2]
     given = answers != ABSTAIN
     tried = {
@@ -63,11 +69,17 @@ def reject(
         "answered": int(given.sum()),
         "errors": int((answers[given] != truth[given]).sum()),
     }
-    if out is not None:
-        out.write_text(json.dumps(threshold.to_json(), indent=1) + "\n", encoding="utf-8")
     if as_json:
         print_json({"threshold": threshold.to_json(), "tried": tried})
-        return
+    else:
+        _print(threshold, *tried.values())
+    if out is not None:  # last: what took minutes is on the screen, if this goes wrong
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(threshold.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def _print(threshold: "Threshold", examples: int, answered: int, errors: int) -> None:
     typer.echo(f"{threshold}.")
-    n, answered, errors = tried.values()
-    typer.echo(f"Tried on {n:,} others: answers {answered / n:.1%}, {errors} of {answered:,} wrong.")
+    typer.echo(
+        f"Tried on {examples:,} others: answers {answered / examples:.1%}, {errors} of {answered:,} wrong."
+    )

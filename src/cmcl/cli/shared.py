@@ -68,9 +68,19 @@ def users_shapes(what: str) -> Iterator[None]:
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """A file to write in the end must not be a folder: said before the work, not after it."""
-    if path is not None and path.is_dir():
+    """A file to write in the end must be possible there: said before the work, not after it.
+
+    Folders that are missing can be made, in the nearest one that exists.
+    """
+    if path is None:
+        return
+    if path.is_dir():
         raise ValueError(f"{option} must name a file. Got the folder {path}.")
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if there != path and not there.is_dir():
+        raise ValueError(f"{option} must name a file in a folder. Got {path}, but {there} is a file.")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{option} must be a place to write to. Got {path}: no permission to write {there}.")
 
 
 def check_device(name: str) -> str:
