@@ -4,6 +4,9 @@ import torch
 from PIL import Image
 
 from cmcl.data import load
+from cmcl.data.pictures import stored_size
+
+LOSSLESS = {"webp": {"lossless": True, "exact": True}}  # exact: hidden colours too
 
 
 def test_class_folders(tmp_path, write_image):
@@ -62,6 +65,41 @@ def test_a_palette_with_transparent_colours(tmp_path):
     assert load("folder", root=tmp_path).images[0, :, 0, 1].tolist() == [0, 0, 255]
 
 
+@pytest.mark.parametrize("ending", ["png", "webp", "tiff"])
+def test_what_is_transparent_is_white(tmp_path, ending):
+    """The red of the first pixel is hidden; half of the second shows."""
+    (tmp_path / "a").mkdir()
+    pixels = np.array([[[255, 0, 0, 0], [0, 0, 0, 128], [0, 0, 255, 255]]], np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a" / f"x.{ending}", **LOSSLESS.get(ending, {}))
+    images = load("folder", root=tmp_path).images
+    assert images[0, :, 0].T.tolist() == [[255, 255, 255], [127, 127, 127], [0, 0, 255]]
+    assert load("folder", root=tmp_path, mode="L").images.flatten().tolist() == [255, 127, 29]
+
+
+@pytest.mark.parametrize(("mode", "hidden"), [("L", 7), ("RGB", (7, 7, 7)), ("P", 7)])
+def test_a_colour_that_is_transparent_is_white(tmp_path, mode, hidden):
+    image = Image.new(mode, (2, 1), hidden)
+    if mode == "P":
+        image.putpalette([7] * 24 + [9] * 3)
+    image.putpixel((1, 0), {"L": 9, "RGB": (9, 9, 9), "P": 8}[mode])
+    (tmp_path / "a").mkdir()
+    image.save(tmp_path / "a" / "x.png", transparency=hidden)
+    assert load("folder", root=tmp_path).images[0, 0].tolist() == [[255, 9]]
+
+
+@pytest.mark.parametrize("kind", ["RGBA", "LA", "P"])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_an_opaque_picture_is_what_pillow_makes_of_it(tmp_path, kind, mode):
+    """To the bit: so checksums of data sets do not depend on how transparency is treated."""
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    pixels[:4] = np.arange(256, dtype=np.uint8).reshape(4, 64, 1)
+    image = Image.fromarray(pixels).convert("L" if kind == "LA" else "RGB").convert(kind)
+    (tmp_path / "a").mkdir()
+    image.save(tmp_path / "a" / "x.png")
+    expected = np.array(image.convert("RGB").convert(mode)).reshape(64, 64, -1)
+    assert (load("folder", root=tmp_path, mode=mode).images[0].permute(1, 2, 0).numpy() == expected).all()
+
+
 def test_grey_on_request(tmp_path, write_image):
     write_image(tmp_path / "a" / "x.png")
     assert load("folder", root=tmp_path, mode="L").images.shape == (1, 1, 8, 10)
@@ -108,6 +146,20 @@ def test_all_broken_files_are_named_at_once(tmp_path, write_image):
     assert "cut.png is damaged" in str(caught.value)
     assert "empty.jpg is empty" in str(caught.value)
     assert "text.jpg is not an image" in str(caught.value)
+
+
+def test_too_large_is_not_damaged(tmp_path, write_image, monkeypatch):
+    write_image(tmp_path / "a" / "x.png", size=(8, 10))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 39)
+    limit = r"x.png is too large \(Image size \(80 pixels\) exceeds limit of 78 pixels\). Make it smaller"
+    with pytest.raises(ValueError, match=limit):
+        load("folder", root=tmp_path)
+
+
+def test_the_stored_size_is_known_without_the_pixels(tmp_path, write_image):
+    path = write_image(tmp_path / "x.png", size=(60, 50))
+    path.write_bytes(path.read_bytes()[:200])
+    assert stored_size(path) == (60, 50)
 
 
 def test_no_images_and_no_folder(tmp_path):

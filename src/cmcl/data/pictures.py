@@ -134,13 +134,18 @@ def _stack(arrays: Sequence[Pixels]) -> torch.Tensor:
 
 def collect(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Read every item; if some fail, one error tells of all of them."""
-    with ThreadPoolExecutor() as pool:
-        outcomes = list(pool.map(lambda item: _outcome(read, item), items))
-    problems = [str(outcome) for outcome in outcomes if isinstance(outcome, Exception)]
+    found = outcomes(read, items)
+    problems = [str(outcome) for outcome in found if isinstance(outcome, Exception)]
     if problems:
         message = f"all images and masks must be readable. Got {len(problems)} that are not"
         raise ValueError(f"{message}: {'; '.join(problems)}")
-    return outcomes  # type: ignore[return-value]  # no exceptions are left in it
+    return found  # type: ignore[return-value]  # no exceptions are left in it
+
+
+def outcomes(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | Exception]:
+    """What became of every item: what was read, or why it could not be."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda item: _outcome(read, item), items))
 
 
 def _outcome(read: Callable[[Item], Result], item: Item) -> Result | Exception:
@@ -164,11 +169,18 @@ def image_size(picture: Picture) -> Size:
     return size
 
 
+def stored_size(path: Path) -> Size:
+    """(H, W) as the file is stored, whichever way it is to be turned. Reads no pixels."""
+    with _opened(path) as image:
+        width, height = image.size
+    return height, width
+
+
 def read_image(path: Path, size: Size | None = None, mode: str = "RGB") -> Pixels:
-    """(C,H,W) in Pillow's `mode`, resized bicubically to (H, W) if a size is given."""
+    """(C,H,W) in Pillow's `mode`, on white where transparent; resized bicubically to (H, W) if given."""
     with _opened(path) as opened:
         # cameras store some photos on their side and say so in a tag
-        image = _eight_bits(ImageOps.exif_transpose(opened)).convert(mode)
+        image = _on_white(_eight_bits(ImageOps.exif_transpose(opened))).convert(mode)
         if size is not None:
             image = image.resize(size[::-1], Image.Resampling.BICUBIC)
         pixels: Pixels = np.array(image, dtype=np.uint8)
@@ -244,6 +256,9 @@ def _opened(path: Path) -> Iterator[Image.Image]:
                 yield image
         except UnidentifiedImageError:
             raise ValueError(f"{path} is not an image that Pillow reads") from None
+        except Image.DecompressionBombError as error:
+            sizes = str(error).partition(",")[0]  # what follows speaks of attacks
+            raise ValueError(f"{path} is too large ({sizes}). Make it smaller") from None
         except Exception as error:  # a damaged image can raise nearly anything
             raise ValueError(f"{path} is damaged ({error})") from None
 
@@ -258,3 +273,11 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     top = 65535 if image.mode.startswith("I;16") else values.max()  # a dark image of 16 bits stays dark
     scale = 255.0 if top <= 1 and image.mode == "F" else 1.0 if top <= 255 else 255 / 65535
     return Image.fromarray(np.clip(np.rint(values * scale), 0, 255).astype(np.uint8))
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """As it is seen on a page: dropping the transparency alone would bring out colours that nobody sees."""
+    if image.mode not in {"LA", "PA", "RGBA", "RGBa"} and "transparency" not in image.info:
+        return image
+    seen = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
