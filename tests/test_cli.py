@@ -128,7 +128,7 @@ def test_list_for_people(cmcl):
         (["train", "cifar10-cnn-ie", "--root", "HERE", "--out", "HERE"], "cmcl data fetch cifar10"),
         (["evaluate", "HERE/nothing"], "must be a run folder of `cmcl train` or a saved ensemble"),
         (["evaluate", "HERE/rnus"], "Did you mean 'runs'?"),
-        (["predict", "HERE", "HERE/cat.png"], "cat.png must be an image file. Got no such file."),
+        (["predict", "HERE", "HERE/cat.png"], "cat.png must be an image file or a folder of images. Got no"),
         (["reproduce"], "name what to reproduce: table1"),
         (["reproduce", "tabel1"], "Did you mean 'table1'?"),
         (["reproduce", "table1", "--cells", "3/2"], "--cells must look like 2/3"),

@@ -578,6 +578,61 @@ class TestPredict:
         assert "large.png must be 8 x 8 pixels (height x width). Got 20 x 28. Pass --resize." in err
         assert cmcl("predict", trained, tmp_path / "large.png", "--resize")[0] == 0
 
+    def test_the_size_is_told_before_the_pixels_are_read(self, cmcl, trained, tmp_path, monkeypatch):
+        Image.new("RGB", (28, 20)).save(tmp_path / "large.png")
+        monkeypatch.setattr("cmcl.data.pictures.read_image", pytest.fail)
+        assert "Got 20 x 28. Pass --resize." in cmcl("predict", trained, tmp_path / "large.png")[2]
+
+    def test_a_photo_stored_on_its_side_has_the_size_that_is_seen(self, cmcl, trained, tmp_path, monkeypatch):
+        monkeypatch.setitem(SETS, "digits", ((1, 16, 4), SETS["digits"][1]))
+        monkeypatch.setattr("cmcl.cli.predict._ask", lambda _, pixels, *__: dict.fromkeys(pixels, "asked"))
+        exif = Image.Exif()
+        for orientation, code in ((6, 0), (1, 2)):
+            exif[0x0112] = orientation
+            Image.new("L", (16, 4)).save(tmp_path / "x.jpg", exif=exif)
+            assert cmcl("predict", trained, tmp_path / "x.jpg", "--json")[0] == code
+
+    def test_folders(self, cmcl, trained, pictures, tmp_path):
+        inside = tmp_path / "some"
+        (inside / "deeper").mkdir(parents=True)
+        code, _, err = cmcl("predict", trained, inside)
+        assert code == 2
+        assert "some must hold images. Got none; folders inside it are not looked into." in err
+        for path in (inside / "b.png", inside / "a.png", inside / "deeper" / "c.png"):
+            shutil.copy(pictures[1], path)
+        (inside / "notes.txt").touch()
+        code, out, _ = cmcl("predict", trained, pictures[0], inside, pictures[0], "--json")
+        assert code == 0
+        found = [answer["image"] for answer in json.loads(out)]
+        assert found == [str(p) for p in (pictures[0], inside / "a.png", inside / "b.png", pictures[0])]
+
+    def test_one_damaged_among_several(self, cmcl, trained, pictures, tmp_path):
+        (tmp_path / "cut.png").write_bytes(pictures[0].read_bytes()[:60])
+        Image.new("L", (9, 8)).save(tmp_path / "wide.png")
+        given = (pictures[0], tmp_path / "cut.png", tmp_path / "wide.png", pictures[1])
+        alone = json.loads(cmcl("predict", trained, *pictures, "--json")[1])
+        code, out, err = cmcl("predict", trained, *given, "--json")
+        first, cut, wide, last = json.loads(out)
+        assert (code, err) == (1, "")
+        assert [first, last] == alone
+        assert set(cut) == set(wide) == {"image", "error"}
+        assert cut["image"] == str(tmp_path / "cut.png")
+        assert "cut.png is damaged" in cut["error"]
+        assert "wide.png must be 8 x 8 pixels (height x width). Got 8 x 9." in wide["error"]
+        code, out, err = cmcl("predict", trained, *given)
+        assert code == 1
+        assert len(out.splitlines()) == 1 + 2 * (1 + 3)
+        assert err == f"cmcl: {cut['error']}\ncmcl: {wide['error']}\n"
+
+    def test_all_damaged(self, cmcl, trained, tmp_path):
+        for i in range(5):
+            (tmp_path / f"{i}.png").write_text("hello")
+        code, out, err = cmcl("predict", trained, tmp_path, "--json")
+        assert (code, out) == (2, "")
+        assert "Got 5 that do not: " in err
+        assert "0.png is not an image that Pillow reads; " in err
+        assert err.endswith("2.png is not an image that Pillow reads; and 2 more\n")
+
     def test_not_an_image(self, cmcl, trained, tmp_path):
         (tmp_path / "x.png").write_text("hello")
         code, _, err = cmcl("predict", trained, tmp_path / "x.png")
@@ -595,6 +650,12 @@ class TestPredict:
         )
         assert sum(answer["answer"]["percent_of_pixels"].values()) == pytest.approx(100)
         assert "background" in cmcl("predict", *(tmp_path / "runs").iterdir(), tmp_path / "any.png")[1]
+        Image.new("RGB", (24, 40)).save(tmp_path / "other.png")
+        code, _, err = cmcl(
+            "predict", *(tmp_path / "runs").iterdir(), tmp_path / "any.png", tmp_path / "other.png"
+        )
+        assert code == 1
+        assert "other.png must be 24 x 40 pixels (height x width). Got 40 x 24." in err
 
 
 @pytest.mark.parametrize("name", ["digits", "shapes"])

@@ -10,18 +10,23 @@ import typer
 
 from .options import AsJson, Device, OwnNetwork, OwnOutput, Root, Run
 from .runs import SETS, classes_of, data_of, first_ensemble, open_ensemble
-from .shared import check_device, print_json, print_table, users_shapes
+from .shared import FAILED, check_device, note, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..data.pictures import Pixels
     from ..ensemble import Ensemble
     from ..prediction import Prediction
+
+SHOWN = 3  # reasons in the one line that is left where no image can be answered
 
 
 def predict(
     run: Run,
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGES", help="Image files.")],
+    images: Annotated[
+        list[Path], typer.Argument(metavar="IMAGES", help="Image files, or folders that hold some.")
+    ],
     root: Root = None,
     resize: Annotated[
         bool, typer.Option("--resize", help="Bring images to the size that is needed.")
@@ -35,22 +40,54 @@ def predict(
 
     Shows each member's class, confidence and entropy, the most confident member, and the ensemble's answer.
     """
-    for path in images:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} must be an image file. Got no such file.")
+    paths = _files(images)
     place = first_ensemble(run)
     ensemble = open_ensemble(place, root=root, device=check_device(device), network=network, output=output)
-    pixels = _read(images, _shape(ensemble, data_of(place)), resize, dense=_is_dense(ensemble))
-    height, width = pixels.shape[2:]
-    with users_shapes(f"images must have the size that {run} was trained on. Got {height} x {width};"):
-        found = ensemble.predict(pixels, batch_size=250)
-    names, count = classes_of(place) or [], found.probs.shape[1]
-    classes = names if len(names) == count else [str(i) for i in range(count)]
-    answers = [_answer(*one) for one in _each(images, found, classes)]
+    pixels, failed = _read(paths, _shape(ensemble, data_of(place)), resize, dense=_is_dense(ensemble))
+    answers = _ask(ensemble, pixels, run, classes_of(place) or [])
+    told = [answers.get(path) or {"image": str(path), "error": failed[path]} for path in paths]
     if as_json:
-        print_json(answers)
-        return
-    _print(answers)
+        print_json(told)
+    else:
+        _print(list(answers.values()))
+        for reason in failed.values():
+            note(reason)
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def _files(given: list[Path]) -> list[Path]:
+    """The files, and in the place of a folder the images directly in it, by name."""
+    from ..data.pictures import image_files
+
+    found: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inside = image_files(path)
+            if not inside:
+                raise ValueError(f"{path} must hold images. Got none; folders inside it are not looked into.")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise FileNotFoundError(f"{path} must be an image file or a folder of images. Got no such file.")
+    return found
+
+
+def _ask(
+    ensemble: "Ensemble", pixels: dict[Path, "Pixels"], run: Path, names: list[str]
+) -> dict[Path, dict[str, Any]]:
+    """What the ensemble says about each image."""
+    import numpy as np
+    import torch
+
+    images = torch.from_numpy(np.stack(list(pixels.values())))  # (N, C, H, W)
+    height, width = images.shape[2:]
+    with users_shapes(f"images must have the size that {run} was trained on. Got {height} x {width};"):
+        found = ensemble.predict(images, batch_size=250)
+    count = found.probs.shape[1]
+    classes = names if len(names) == count else [str(i) for i in range(count)]
+    return {one[0]: _answer(*one) for one in _each(list(pixels), found, classes)}
 
 
 def _shape(ensemble: "Ensemble", data: str | None) -> tuple[int, int | None, int | None]:
@@ -74,25 +111,46 @@ def _is_dense(ensemble: "Ensemble") -> bool:
 
 def _read(
     paths: list[Path], shape: tuple[int, int | None, int | None], resize: bool, *, dense: bool
-) -> "Tensor":
-    """All images as one tensor (N, C, H, W), uint8."""
-    import numpy as np
-    import torch
-
-    from ..data.pictures import collect, read_image
+) -> tuple[dict[Path, "Pixels"], dict[Path, str]]:
+    """The images (C, H, W), all of one size, and why the others cannot be asked about."""
+    from ..data.pictures import outcomes, read_image, stored_size
 
     channels, height, width = shape
     size = (height, width) if height and width else None
     if resize and size is None:
         raise ValueError("--resize must know a size, and this ensemble does not tell one. Resize the images.")
-    mode = "L" if channels == 1 else "RGB"
-    arrays = collect(lambda path: read_image(path, size if resize else None, mode), paths)
-    for path, array in zip(paths, arrays, strict=True):
-        wanted = arrays[0].shape[1:] if dense or size is None else size
-        if array.shape[1:] != wanted:
-            got, needed = (f"{h} x {w}" for h, w in (array.shape[1:], wanted))
-            raise ValueError(f"{path} must be {needed} pixels (height x width). Got {got}. Pass --resize.")
-    return torch.from_numpy(np.stack(arrays))
+    needed = None if dense or resize else size
+
+    def read(path: Path) -> "Pixels":
+        stored = stored_size(path)
+        if needed and sorted(stored) != sorted(needed):  # sorted: a photo may be stored on its side
+            raise _wrong_size(path, stored, needed)  # before its pixels, which may fill the memory, are read
+        array = read_image(path, size if resize else None, "L" if channels == 1 else "RGB")
+        if needed and array.shape[1:] != needed:
+            raise _wrong_size(path, array.shape[1:], needed)
+        return array
+
+    found = dict(zip(paths, outcomes(read, paths), strict=True))
+    failed = {path: str(one) for path, one in found.items() if isinstance(one, Exception)}
+    pixels = {path: one for path, one in found.items() if not isinstance(one, Exception)}
+    if not pixels:
+        raise ValueError(_all_failed(list(failed.values())))
+    first = next(iter(pixels.values())).shape[1:]  # where any size will do, all must have the same
+    for path in [path for path, array in pixels.items() if array.shape[1:] != first]:
+        failed[path] = str(_wrong_size(path, pixels.pop(path).shape[1:], first))
+    return pixels, failed
+
+
+def _wrong_size(path: Path, got: tuple[int, ...], needed: tuple[int, ...]) -> ValueError:
+    came, must = (" x ".join(map(str, size)) for size in (got, needed))
+    return ValueError(f"{path} must be {must} pixels (height x width). Got {came}. Pass --resize.")
+
+
+def _all_failed(reasons: list[str]) -> str:
+    if len(reasons) == 1:
+        return reasons[0]
+    got = "; ".join(reasons[:SHOWN]) + (f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else "")
+    return f"an image must be readable and have the needed size. Got {len(reasons)} that do not: {got}"
 
 
 def _each(paths: list[Path], found: "Prediction", classes: list[str]) -> Any:
