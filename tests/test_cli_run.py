@@ -25,6 +25,7 @@ from cmcl.experiments import find
 from cmcl.experiments.recipes import RECIPES, SHAPES
 from cmcl.experiments.records import Record
 from cmcl.experiments.run import few
+from cmcl.rejecting import Threshold, uncertainty
 
 TINY = replace(
     find("digits-300-cmcl"),
@@ -558,6 +559,7 @@ class TestPredict:
             assert answer["answer"]["index"] == int(expected.probs[i].argmax())
             assert answer["answer"]["class"] == str(answer["answer"]["index"]), "the names of digits"
             assert answer["answer"]["confidence"] == pytest.approx(float(expected.probs[i].max()), abs=1e-5)
+            assert answer["probs"] == pytest.approx(expected.probs[i].tolist(), abs=1e-5)
             assert answer["chosen"] == int(expected.chosen[i])
             assert [m["index"] for m in answer["members"]] == expected.member_probs[:, i].argmax(1).tolist()
             assert [m["entropy"] for m in answer["members"]] == pytest.approx(
@@ -633,6 +635,73 @@ class TestPredict:
         assert "0.png is not an image that Pillow reads; " in err
         assert err.endswith("2.png is not an image that Pillow reads; and 2 more\n")
 
+    @pytest.fixture
+    def threshold(self, cmcl, trained, pictures, tmp_path):
+        """Between the scores of the two pictures, in a file of `cmcl reject`: only the surer one is answered."""
+        path = tmp_path / "threshold.json"
+        options = ("--score", "mean_entropy", "--limit", 20, "--device", "cpu")
+        assert cmcl("reject", trained, *options, "-o", path)[0] == 0
+        values = json.loads(path.read_text())
+        images = package.data.load("digits", split="test").images[:2]
+        scores = uncertainty(package.load(trained / "ensemble").predict(images).member_probs, "mean_entropy")
+        values |= {"value": float(scores.mean()), "answered": 5}
+        path.write_text(json.dumps(values))
+        return path, scores.tolist()
+
+    def test_a_threshold(self, cmcl, trained, pictures, threshold, tmp_path):
+        path, scores = threshold
+        silent = [score > min(scores) for score in scores]
+        code, out, err = cmcl("predict", trained, *pictures, "--threshold", path, "--json")
+        answers = json.loads(out)
+        assert (code, err) == (0, "")
+        assert [answer["score"] for answer in answers] == pytest.approx(scores, abs=1e-6)
+        assert [answer["abstained"] for answer in answers] == silent
+        lines = cmcl("predict", trained, *pictures, "--threshold", path)[1].splitlines()
+        assert [line.endswith("  abstains") for line in lines if "ensemble" in line] == silent
+        printed = tmp_path / "printed.json"  # as `cmcl reject --json > printed.json` leaves it
+        printed.write_text(json.dumps({"threshold": json.loads(path.read_text()), "tried": {}}))
+        assert cmcl("predict", trained, *pictures, "--threshold", printed, "--json")[1] == out
+
+    def test_a_threshold_that_answers_nothing_says_so(self, cmcl, trained, pictures, threshold):
+        values = json.loads(threshold[0].read_text()) | {"value": "-inf", "answered": 0, "errors": 0}
+        threshold[0].write_text(json.dumps(values))
+        code, out, err = cmcl("predict", trained, *pictures, "--threshold", threshold[0], "--json")
+        assert code == 0
+        assert all(answer["abstained"] for answer in json.loads(out))
+        assert "cannot be promised from 10 calibration examples, so every example is rejected" in err
+
+    def test_the_threshold_of_another_ensemble(self, cmcl, trained, pictures, threshold, tmp_path):
+        ensemble = package.load(trained / "ensemble")
+        with torch.no_grad():
+            next(ensemble.parameters()).add_(1)
+        ensemble.save(tmp_path / "other")
+        words = ("predict", tmp_path / "other", *pictures, "--threshold", threshold[0])
+        code, _, err = cmcl(*words)
+        assert code == 2
+        assert f"--threshold must be calibrated for {tmp_path / 'other'}. Got {threshold[0]}, of" in err
+        assert f"Write it with: cmcl reject {tmp_path / 'other'} -o {threshold[0]}." in err
+        values = json.loads(threshold[0].read_text())
+        del values["weights"]  # as the library writes it
+        threshold[0].write_text(json.dumps(values))
+        assert cmcl(*words)[0] == 0
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            (None, "t.json must exist. Got no such file. Write it with: cmcl reject "),
+            ("{", "--threshold must be a file of `cmcl reject`. Got "),
+            ("[1]", "t.json: a threshold must be a dict. Got list."),
+            ("{}", "t.json: a threshold must have the fields that to_json writes"),
+        ],
+    )
+    def test_no_threshold(self, cmcl, trained, pictures, tmp_path, monkeypatch, text, message):
+        if text is not None:
+            (tmp_path / "t.json").write_text(text)
+        monkeypatch.setattr("cmcl.saving.load", pytest.fail)
+        code, _, err = cmcl("predict", trained, *pictures, "--threshold", tmp_path / "t.json")
+        assert code == 2
+        assert message in err
+
     def test_not_an_image(self, cmcl, trained, tmp_path):
         (tmp_path / "x.png").write_text("hello")
         code, _, err = cmcl("predict", trained, tmp_path / "x.png")
@@ -655,7 +724,14 @@ class TestPredict:
             "predict", *(tmp_path / "runs").iterdir(), tmp_path / "any.png", tmp_path / "other.png"
         )
         assert code == 1
+        assert "probs" not in answer
         assert "other.png must be 24 x 40 pixels (height x width). Got 40 x 24." in err
+        made = Threshold(0.25, "confidence", 0.01, 0.95, 1000, 500, 1, 0.009)
+        (tmp_path / "t.json").write_text(json.dumps(made.to_json()))
+        words = (tmp_path / "any.png", "--threshold", tmp_path / "t.json")
+        code, _, err = cmcl("predict", *(tmp_path / "runs").iterdir(), *words)
+        assert code == 2
+        assert "where an image has one answer. Got an answer per pixel." in err
 
 
 @pytest.mark.parametrize("name", ["digits", "shapes"])

@@ -3,6 +3,7 @@
 M members, N images, C classes.
 """
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..data.pictures import Pixels
     from ..ensemble import Ensemble
     from ..prediction import Prediction
+    from ..rejecting import Threshold
 
 SHOWN = 3  # reasons in the one line that is left where no image can be answered
 
@@ -31,6 +33,10 @@ def predict(
     resize: Annotated[
         bool, typer.Option("--resize", help="Bring images to the size that is needed.")
     ] = False,
+    threshold: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Abstain by what `cmcl reject -o FILE` found for this ensemble."),
+    ] = None,
     network: OwnNetwork = None,
     output: OwnOutput = None,
     device: Device = "auto",
@@ -42,9 +48,10 @@ def predict(
     """
     paths = _files(images)
     place = first_ensemble(run)
+    limit = None if threshold is None else _read_threshold(threshold, place)
     ensemble = open_ensemble(place, root=root, device=check_device(device), network=network, output=output)
     pixels, failed = _read(paths, _shape(ensemble, data_of(place)), resize, dense=_is_dense(ensemble))
-    answers = _ask(ensemble, pixels, run, classes_of(place) or [])
+    answers = _ask(ensemble, pixels, run, classes_of(place) or [], limit)
     told = [answers.get(path) or {"image": str(path), "error": failed[path]} for path in paths]
     if as_json:
         print_json(told)
@@ -74,8 +81,33 @@ def _files(given: list[Path]) -> list[Path]:
     return found
 
 
+def _read_threshold(path: Path, place: Path) -> "Threshold":
+    """The threshold in a file, unless it is another ensemble's: of this one it would promise nothing."""
+    from ..data.files import open_binary
+    from ..rejecting import Threshold
+    from ..saving import saved_checksum
+
+    cure = f"Write it with: cmcl reject {place} -o {path}"
+    with open_binary(path, cure=f"{cure}.") as file:
+        data = file.read()
+    try:
+        threshold = Threshold.from_json(json.loads(data))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--threshold must be a file of `cmcl reject`. Got {path}: {error}") from None
+    if threshold.weights not in (None, saved_checksum(place)):  # None: made by the library, which cannot know
+        got = f"Got {path}, of an ensemble with other weights"
+        raise ValueError(f"--threshold must be calibrated for {place}. {got}. {cure}.")
+    if not threshold.reached:
+        note(f"{path}: {threshold}.")
+    return threshold
+
+
 def _ask(
-    ensemble: "Ensemble", pixels: dict[Path, "Pixels"], run: Path, names: list[str]
+    ensemble: "Ensemble",
+    pixels: dict[Path, "Pixels"],
+    run: Path,
+    names: list[str],
+    threshold: "Threshold | None",
 ) -> dict[Path, dict[str, Any]]:
     """What the ensemble says about each image."""
     import numpy as np
@@ -87,7 +119,24 @@ def _ask(
         found = ensemble.predict(images, batch_size=250)
     count = found.probs.shape[1]
     classes = names if len(names) == count else [str(i) for i in range(count)]
-    return {one[0]: _answer(*one) for one in _each(list(pixels), found, classes)}
+    answers = {one[0]: _answer(*one) for one in _each(list(pixels), found, classes)}
+    if threshold is None:
+        return answers
+    judged = _judge(found.member_probs, threshold)
+    return {path: answer | more for (path, answer), more in zip(answers.items(), judged, strict=True)}
+
+
+def _judge(member_probs: "Tensor", threshold: "Threshold") -> list[dict[str, Any]]:
+    """How unsure the ensemble is of each image, by the threshold's score, and whether that is too much."""
+    from ..rejecting import ABSTAIN, decide, uncertainty
+
+    if member_probs.ndim > 3:
+        raise ValueError("--threshold must be used where an image has one answer. Got an answer per pixel.")
+    scores = uncertainty(
+        member_probs, threshold.score
+    ).tolist()  # not rounded: it is compared with the file's
+    abstained = (decide(member_probs, threshold) == ABSTAIN).tolist()
+    return [{"score": score, "abstained": away} for score, away in zip(scores, abstained, strict=True)]
 
 
 def _shape(ensemble: "Ensemble", data: str | None) -> tuple[int, int | None, int | None]:
@@ -176,7 +225,8 @@ def _answer(
     ]
     # Dense: the most confident member answers, as in the paper's figure 3.
     answer = _said(members[chosen] if dense else probs, classes)
-    return {"image": str(path), "answer": answer, "chosen": chosen, "members": each}
+    averaged = {} if dense else {"probs": [round(p, 6) for p in probs.tolist()]}
+    return {"image": str(path), "answer": answer, **averaged, "chosen": chosen, "members": each}
 
 
 def _said(probs: "Tensor", classes: list[str]) -> dict[str, Any]:
@@ -192,7 +242,8 @@ def _said(probs: "Tensor", classes: list[str]) -> dict[str, Any]:
 def _print(answers: list[dict[str, Any]]) -> None:
     rows: list[tuple[Any, ...]] = []
     for answer in answers:
-        rows.append((answer["image"], "ensemble", *_words(answer["answer"]), None, ""))
+        mark = "abstains" if answer.get("abstained") else ""
+        rows.append((answer["image"], "ensemble", *_words(answer["answer"]), None, mark))
         for m, member in enumerate(answer["members"]):
             mark = "most confident" if m == answer["chosen"] else ""
             rows.append(("", f"member {m}", *_words(member), f"{member['entropy']:.3f}", mark))
