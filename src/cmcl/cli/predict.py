@@ -134,7 +134,7 @@ def _judge(member_probs: "Tensor", threshold: "Threshold") -> list[dict[str, Any
         raise ValueError("--threshold must be used where an image has one answer. Got an answer per pixel.")
     scores = uncertainty(
         member_probs, threshold.score
-    ).tolist()  # not rounded: it is compared with the file's
+    ).tolist()  # not rounded: to be compared with the file's
     abstained = (decide(member_probs, threshold) == ABSTAIN).tolist()
     return [{"score": score, "abstained": away} for score, away in zip(scores, abstained, strict=True)]
 

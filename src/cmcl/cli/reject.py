@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import classes_of, data_of, first_ensemble, number_as, open_ensemble
+from .runs import classes_of, data_of, first_ensemble, load_test, number_as, open_ensemble
 from .shared import check_device, check_writable, parse_pairs, print_json, users_shapes
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def reject(
     confidence, at most that share of the answers given is wrong. It holds for images of the same kind, if
     risk, confidence and score are fixed beforehand.
     """
-    from ..data import load
     from ..data.dataset import spread
     from ..rejecting import ABSTAIN, calibrate, check_promise, decide
     from ..saving import saved_checksum
@@ -55,7 +54,7 @@ def reject(
             "For inputs of another kind use cmcl.rejecting from Python."
         )
     device = check_device(device)
-    test = spread(load(name, split="test", root=root, **parse_pairs(option or [], "--option")), limit)
+    test = spread(load_test(name, root, parse_pairs(option or [], "--option")), limit)
     ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
     test = number_as(ensemble, classes_of(place), test)
     with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {name};"):
