@@ -104,6 +104,14 @@ def test_sharing_that_is_off_stays_off(tmp_path):
     assert_equal(torch_runner(tmp_path / "m.pt2")(x), ensemble.predict(x))
 
 
+def test_a_loaded_program_computes_no_gradients(tmp_path):
+    ensemble = whitened()
+    export(ensemble, tmp_path / "m.pt2", images(3, 1, 8, 8), format="torch")
+    probs = torch.export.load(tmp_path / "m.pt2").module()(images(4, 1, 8, 8))["probs"]
+    assert probs.numpy().shape == (4, 10)
+    assert all(p.requires_grad for p in ensemble.parameters()), "the user's own goes on learning"
+
+
 def test_dense_outputs(tmp_path):
     torch.manual_seed(0)
     ensemble = cmcl.Ensemble(lambda: cmcl.networks.fcn(filters=(4, 8)), 2, share_after="stem")

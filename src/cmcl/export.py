@@ -197,6 +197,7 @@ def _compare(run: Runner, example: Tensor, expected: Prediction) -> dict[str, fl
 def _fixed(ensemble: Ensemble) -> Ensemble:
     """A copy that answers the same every time: the user's own stays where and as it is."""
     fixed = copy.deepcopy(ensemble).cpu().eval()
+    fixed.requires_grad_(False)  # or who runs the file pays for gradients, and cannot call .numpy()
     fixed.run = in_turn
     if fixed.share_at_test == "sampled":
         fixed.share_at_test = "expected"
