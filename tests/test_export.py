@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import cmcl
+from cmcl import Ensemble, load
 from cmcl import export as exporting
-from cmcl import load
 from cmcl.data import load as load_data
 from cmcl.data.preprocess import GCN, ZCA, Chain, MeanStd
-from cmcl.export import OUTPUTS, TOLERANCE, export, onnx_runner
+from cmcl.export import ABOUT, OUTPUTS, TOLERANCE, export, onnx_runner
 
 ONNX = all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 needs_onnx = pytest.mark.skipif(not ONNX, reason="needs pip install 'confident-mcl[export]'")
@@ -27,8 +27,9 @@ def images(n, *shape, seed=0):
     return torch.randint(0, 256, (n, *shape), dtype=torch.uint8, generator=generator)
 
 
-def small_cnn():
-    return cmcl.networks.cnn(channels=1, size=8, filters=(4, 4), kernel=3, padding=1, hidden=None)
+def small_cnn(classes=10):
+    sizes = {"channels": 1, "size": 8, "filters": (4, 4), "kernel": 3, "padding": 1, "hidden": None}
+    return cmcl.networks.cnn(classes=classes, **sizes)
 
 
 class Skip(nn.Module):
@@ -59,7 +60,7 @@ def whitened():
 
 @pytest.mark.parametrize("format", [pytest.param("onnx", marks=needs_onnx), "torch"])
 def test_whitening_sharing_and_choice_in_one_graph(format, tmp_path):
-    """Raw images in, and a batch of any size."""
+    """Raw images in, and a batch of 1 or more."""
     ensemble = whitened().train()
     before = {key: value.clone() for key, value in ensemble.state_dict().items()}
     path = tmp_path / "new" / f"model.{format}"
@@ -210,8 +211,53 @@ def test_equally_sure_members_may_be_chosen_either_way():
         exporting._compare(answer(torch.tensor([0, 0])), torch.zeros(2, 1), expected)
 
 
+def told(path):
+    """What a file says of itself."""
+    if path.suffix == ".onnx":
+        import onnx
+
+        return {entry.key: entry.value for entry in onnx.load(path).metadata_props}
+    extra = {ABOUT: ""}
+    torch.export.load(path, extra_files=extra)
+    return json.loads(extra[ABOUT])
+
+
+@pytest.mark.parametrize("suffix", [pytest.param("onnx", marks=needs_onnx), "pt2"])
+def test_a_file_describes_itself(suffix, tmp_path):
+    torch.manual_seed(1)
+    ensemble = cmcl.Ensemble(Skip, 4, share_after="relu", share_at_test="sampled")
+    path, x, form = tmp_path / f"m.{suffix}", torch.randn(5, 4), "onnx" if suffix == "onnx" else "torch"
+    export(ensemble, path, x, format=form)
+    facts = {"cmcl": cmcl.__version__, "members": "4", "sharing": "expected"}
+    assert told(path) == facts
+    ensemble.share_at_test = "off"
+    export(ensemble, path, x, format=form, classes=["Ä", "b", "c"], checksum="1f")
+    assert told(path) == facts | {"sharing": "off", "classes": '["Ä", "b", "c"]', "weights_sha256": "1f"}
+
+
+@needs_onnx
+def test_the_batch_is_called_batch(tmp_path):
+    import onnx
+
+    export(whitened(), tmp_path / "m.onnx", images(3, 1, 8, 8))
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    shapes = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+    assert shapes == {
+        "input": ["batch", 1, 8, 8],
+        "probs": ["batch", 10],
+        "member_probs": [3, "batch", 10],
+        "entropy": [3, "batch"],
+        "chosen": ["batch"],
+    }
+
+
 def test_errors(tmp_path, monkeypatch):
     ensemble = cmcl.Ensemble(lambda: nn.Linear(4, 3), 2)
+    with pytest.raises(ValueError, match="classes must name the 3 that the ensemble answers. Got 2."):
+        export(ensemble, tmp_path / "m", torch.randn(4, 4), format="torch", classes=["a", "b"])
     with pytest.raises(ValueError, match="format must be one of 'onnx', 'torch'. Got 'tflite'."):
         export(ensemble, tmp_path / "m", torch.randn(4, 4), format="tflite")
     with pytest.raises(ValueError, match="at least 2 inputs. Got a torch.float32 tensor of shape"):
@@ -270,6 +316,18 @@ def test_the_command(saved, tmp_path, cmcl):
     expected = load(saved).predict(test.images)
     np.testing.assert_allclose(probs, expected.probs, atol=1e-4)
     assert (chosen == expected.chosen.numpy()).mean() > 0.99
+    about = told(tmp_path / "m.onnx")
+    assert json.loads(about["classes"]) == list(test.classes)
+    assert about["weights_sha256"] == json.loads((saved / "config.json").read_text())["weights"]["sha256"]
+
+
+def test_an_ensemble_that_answers_fewer_classes_than_its_set_has(tmp_path, cmcl):
+    ensemble = Ensemble(partial(small_cnn, classes=5), 2)
+    ensemble.transform = MeanStd().fit(load_data("digits"))
+    ensemble.save(tmp_path / "five")
+    words = ("export", tmp_path / "five", "-o", tmp_path / "m.pt2", "--format", "torch", "--images", 5)
+    assert cmcl(*words)[0] == 0
+    assert "classes" not in told(tmp_path / "m.pt2")
 
 
 def test_the_command_in_torchs_format_with_an_example(saved, tmp_path, cmcl):

@@ -1,10 +1,11 @@
 """An ensemble as one file for other programs: preprocessing, members, mean, entropy and choice in one graph.
 
-M members, B batch, C classes. The graph takes a batch of any size and gives what `Ensemble.predict` gives.
+M members, B batch, C classes. The graph takes a batch of 1 or more and gives what `Ensemble.predict` gives.
 """
 
 import copy
 import io
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import checks
+from . import __version__, checks
 from .data.steps import Chain
 from .data.transform import Transform
 from .ensemble import Ensemble
@@ -29,6 +30,7 @@ from .telling import first_line
 FORMATS = ("onnx", "torch")
 OUTPUTS = Prediction._fields  # probs (B, C, ...), member_probs (M, B, C, ...), entropy (M, B), chosen (B,)
 TOLERANCE = 1e-4
+ABOUT = "about.json"  # an extra file inside a program of torch.export; ONNX has a place for such texts
 _ONE_FILE = 2**31 - 2**27  # bytes of weights: a protobuf file ends at 2 GiB
 
 Runner = Callable[[Tensor], Sequence[Tensor]]
@@ -65,6 +67,8 @@ def export(
     example: Tensor,
     *,
     format: str = "onnx",
+    classes: Sequence[str] | None = None,
+    checksum: str | None = None,
 ) -> Exported:
     """Write the ensemble with its preprocessing as one graph, and compare it with PyTorch on `example`.
 
@@ -78,6 +82,8 @@ def export(
             (B, C, H, W) go through `ensemble.transform` inside the graph; anything else, such as float32,
             goes to the members as it is. The batch is dynamic, the other dimensions are those of the example.
         format: "onnx", or "torch" for a program of torch.export (read by torch.export.load).
+        classes: their names, for the file to tell.
+        checksum: of the weights, for the file to tell: `cmcl.saving.saved_checksum(folder)`.
     """
     checks.choice("format", format, FORMATS)
     if len(checks.inputs(example)) < 2:
@@ -88,11 +94,12 @@ def export(
     if path.is_dir():
         raise ValueError(f"path must be a file to write, such as {path / f'model.{format}'}. Got a folder.")
     fixed = _fixed(ensemble)
-    expected = _predict(fixed, example)
+    expected = predicted(fixed, example)
+    about = _about(fixed, expected, classes, checksum)
     program = _trace(Graph(fixed, raw=example.dtype == torch.uint8).eval(), example)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
-        runner = _write_onnx(program, part) if format == "onnx" else _write_torch(program, part)
+        runner = (_write_onnx if format == "onnx" else _write_torch)(program, part, about)
         differences = _compare(runner, example, expected)
     kind = str(example.dtype).removeprefix("torch.")
     sizes = ", ".join(map(str, ("batch", *example.shape[1:])))
@@ -109,7 +116,8 @@ def onnx_runner(path: str | Path) -> Runner:
     return lambda x: [torch.from_numpy(y) for y in session.run(list(OUTPUTS), {"input": x.numpy()})]
 
 
-def _predict(ensemble: Ensemble, example: Tensor) -> Prediction:
+def predicted(ensemble: Ensemble, example: Tensor) -> Prediction:
+    """What it answers to the example; one that does not fit is told as the user's mistake."""
     try:
         return ensemble.predict(example)
     except (RuntimeError, IndexError) as error:
@@ -118,6 +126,22 @@ def _predict(ensemble: Ensemble, example: Tensor) -> Prediction:
             f"example must be a batch that the members take; they compute in {', '.join(sorted(types))}. "
             f"Got {checks.kind(example)}. torch says: {first_line(error)}."
         ) from error
+
+
+def _about(
+    ensemble: Ensemble, found: Prediction, classes: Sequence[str] | None, checksum: str | None
+) -> dict[str, str]:
+    """What the file tells of itself; ONNX keeps only texts."""
+    if classes is not None and len(classes) != (count := found.probs.shape[1]):
+        raise ValueError(f"classes must name the {count} that the ensemble answers. Got {len(classes)}.")
+    known = {
+        "cmcl": __version__,
+        "members": str(len(ensemble.members)),
+        "sharing": "off" if ensemble.share_after is None else ensemble.share_at_test,
+        "weights_sha256": checksum,
+        "classes": None if classes is None else json.dumps(list(classes), ensure_ascii=False),
+    }
+    return {name: text for name, text in known.items() if text is not None}
 
 
 def _trace(graph: Graph, example: Tensor) -> torch.export.ExportedProgram:
@@ -134,7 +158,7 @@ def _trace(graph: Graph, example: Tensor) -> torch.export.ExportedProgram:
     )
 
 
-def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> Runner:
+def _write_onnx(program: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> Runner:
     size = sum(value.nbytes for value in [*program.state_dict.values(), *program.constants.values()])
     if size > _ONE_FILE:
         raise ValueError(
@@ -143,13 +167,12 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> Runner:
         )
     try:
         with _without_chatter("torch.onnx"):
-            torch.onnx.export(
+            written = torch.onnx.export(
                 program,
-                f=str(path),
                 dynamo=True,
                 input_names=["input"],
                 output_names=list(OUTPUTS),
-                external_data=False,
+                dynamic_shapes=({0: "batch"},),  # it is dynamic already: this is its name
                 verbose=False,
             )
     except torch.onnx.OnnxExporterError as error:
@@ -160,12 +183,15 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> Runner:
             f"ONNX must have every operation of the network. Got {first_line(cause)}. "
             "Put other operations in its place, or export with format='torch'."
         ) from None
+    assert written is not None  # with dynamo it is the program
+    written.model.metadata_props.update(about)
+    written.save(path, external_data=False)
     return onnx_runner(path)
 
 
-def _write_torch(program: torch.export.ExportedProgram, path: Path) -> Runner:
+def _write_torch(program: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> Runner:
     with path.open("wb") as file:
-        torch.export.save(program, file)
+        torch.export.save(program, file, extra_files={ABOUT: json.dumps(about)})
     with path.open("rb") as file:
         module = torch.export.load(file).module()
     return lambda x: list(module(x).values())
