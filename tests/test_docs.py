@@ -1,12 +1,15 @@
 """The documents: links and anchors lead somewhere, snippets run, pictures and tables are fresh."""
 
 import importlib
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 for name in ("matplotlib", "altair", "vl_convert", "jinja2", "onnxruntime"):  # what the pages themselves use
     pytest.importorskip(name)
@@ -69,6 +72,34 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     names = {"__name__": "page"}
     for block in SNIPPET.findall(page.read_text()):
         exec(compile(block, page.name, "exec"), names)
+
+
+def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys):
+    """On what the page's snippets leave, with the network that they define."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    text = (DOCS / "fine-tuning.md").read_text()
+    blocks = SNIPPET.findall(text)
+    names = {"__name__": "page"}
+    for block in blocks:
+        exec(compile(block, "fine-tuning.md", "exec"), names)
+    network = re.search(r"^def network.*?^    return net$", blocks[0], re.DOTALL | re.MULTILINE)
+    Path("mynet.py").write_text(f"from torch import nn\n\n\n{network[0]}\n")
+    test = names["cmcl"].data.load("digits", split="test")
+    pictures = [Path("photo.png"), *(Path(f"my-pictures/test/{name}/0.png") for name in test.classes)]
+    for i, path in enumerate(pictures):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(test.images[i, 0].numpy()).save(path)
+    shutil.copytree("my-pictures/test", "my-pictures/train")
+    commands = re.findall(r"^    cmcl (.+)$", text, re.MULTILINE)
+    capsys.readouterr()  # what the snippets print
+    assert [command.split()[0] for command in commands] == ["predict", "evaluate", "export"]
+    answers = [cmcl(*command.split(), "--json") for command in commands]
+    assert [(code, err) for code, _, err in answers] == [(0, "")] * 3
+    said = json.loads(answers[0][1])[0]["answer"]
+    expected = names["ensemble"].predict(test.images[:1]).probs
+    assert said["confidence"] == pytest.approx(expected.max().item(), abs=1e-5)
+    assert json.loads(answers[2][1])["input"] == "uint8 (batch, 1, 8, 8)"
 
 
 @pytest.mark.parametrize(("page", "test"), ELSEWHERE.items())

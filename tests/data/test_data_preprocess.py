@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 
 from cmcl.data import Dataset, load, preprocess, split_validation, steps
 from cmcl.data import transform as transform_module
-from cmcl.data.preprocess import GCN, ZCA, Chain, MeanStd
+from cmcl.data.preprocess import GCN, ZCA, Chain, MeanStd, Normalize
 
-ALL = [GCN(), GCN(scale=2, by="deviation"), ZCA(bias=0.5), MeanStd(), Chain([GCN(), ZCA()])]
-IDS = ["gcn", "gcn-deviation", "zca", "mean_std", "chain"]
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}  # as torchvision tells them
+ALL = [
+    *(GCN(), GCN(scale=2, by="deviation"), ZCA(bias=0.5), MeanStd(), Chain([GCN(), ZCA()])),
+    *(Normalize(**IMAGENET), Chain([Normalize(**IMAGENET), ZCA()])),
+]
+IDS = ["gcn", "gcn-deviation", "zca", "mean_std", "chain", "normalize", "chain of constants"]
 
 
 def images(n=40, shape=(3, 4, 4), seed=0):
@@ -60,6 +64,26 @@ def test_mean_std_by_hand():
 def test_mean_std_of_a_constant_channel():
     x = torch.full((3, 1, 2, 2), 7, dtype=torch.uint8)
     assert MeanStd().fit(x).transform(x).abs().max() == 0
+
+
+def test_known_constants_are_for_images_of_0_to_1():
+    """As torchvision.transforms.Normalize after ToTensor; and 0 and 1 are the plain x / 255."""
+    x = images()
+    mean, std = (torch.tensor(IMAGENET[key]).view(3, 1, 1) for key in ("mean", "std"))
+    torch.testing.assert_close(Normalize(**IMAGENET).transform(x), (x / 255 - mean) / std)
+    assert Normalize([0, 0, 0], [1, 1, 1]).transform(x).equal(x / 255)
+
+
+def test_known_constants_need_no_data_and_are_not_learned_over():
+    x, known = images(), Normalize(**IMAGENET)
+    assert known.is_fitted
+    assert known.fit(x).transform(x).equal(Normalize(**IMAGENET).transform(x))
+    chain = Chain([Normalize(**IMAGENET), ZCA()]).fit(x)
+    assert chain.steps[0].transform(x).equal(known.transform(x))
+    as_tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in IMAGENET.items()}
+    assert known.checksum == Normalize(**as_tensors).checksum
+    assert known.checksum != Normalize(IMAGENET["mean"], [0.5, 0.5, 0.5]).checksum
+    assert preprocess.refit(json.loads(json.dumps(known.state()[0]))).transform(x).equal(known.transform(x))
 
 
 def test_zca_by_hand():
@@ -114,7 +138,9 @@ def test_uint8_and_float_images_give_the_same_float32(transform):
     assert fitted.transform(x[:0]).shape == (0, 3, 4, 4)
 
 
-@pytest.mark.parametrize("transform", [ZCA(bias=0.1), MeanStd(), Chain([MeanStd(), ZCA()])])
+@pytest.mark.parametrize(
+    "transform", [ZCA(bias=0.1), MeanStd(), Normalize(**IMAGENET), Chain([MeanStd(), ZCA()])]
+)
 def test_inverse_brings_the_images_back(transform):
     x = images(100)
     fitted = fresh(transform).fit(x)
@@ -299,6 +325,14 @@ def test_presets_and_unknown_kinds():
         (lambda: ZCA(bias=0), ValueError, "bias must be positive. Got 0"),
         (lambda: GCN(scale=-1), ValueError, "scale must be positive"),
         (lambda: GCN(by="range"), ValueError, "'norm' or 'deviation'. Got 'range'"),
+        (lambda: Normalize([123.7], [58.4]), ValueError, r"for images of 0 to 1. Got \[123.7\]. .* by 255"),
+        (lambda: Normalize([0], [255]), ValueError, r"std must be numbers from 0 to 1.* Got \[255.0\]"),
+        (lambda: Normalize([math.nan], [1]), ValueError, r"mean must be numbers .* Got \[nan\]"),
+        (lambda: Normalize([], []), ValueError, r"mean must be numbers .* Got \[\]"),
+        (lambda: Normalize(0.5, 0.5), TypeError, "mean must be a list of numbers, .* Got 0.5"),
+        (lambda: Normalize([0.5], [0]), ValueError, r"std must be 1 positive numbers, .* Got \[0.0\]"),
+        (lambda: Normalize([0, 0, 0], [1]), ValueError, r"std must be 3 positive numbers, .* Got \[1.0\]"),
+        (lambda: Normalize([0], [1]).transform(images()), ValueError, "1 channels.* Got 3"),
         (lambda: Chain([]), ValueError, "at least one transform"),
         (lambda: Chain([zca := ZCA(), GCN(), zca]), ValueError, "different objects. Got one of them twice"),
         (lambda: MeanStd().fit(torch.full((2, 1, 2, 2), math.nan)), ValueError, "finite"),

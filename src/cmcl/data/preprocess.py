@@ -17,7 +17,7 @@ from torch import Tensor
 from .checksum import tensor_checksum
 from .files import nearest, open_binary
 from .sets import load_recipe
-from .steps import GCN, ZCA, Chain, MeanStd
+from .steps import GCN, ZCA, Chain, MeanStd, Normalize
 from .transform import Transform, norms
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "ZCA",
     "Chain",
     "MeanStd",
+    "Normalize",
     "Transform",
     "build",
     "from_state",
@@ -34,7 +35,7 @@ __all__ = [
     "refit",
 ]
 
-KINDS: dict[str, type[Transform]] = {kind.kind: kind for kind in (GCN, ZCA, MeanStd, Chain)}
+KINDS: dict[str, type[Transform]] = {kind.kind: kind for kind in (GCN, ZCA, MeanStd, Normalize, Chain)}
 PRESETS: dict[str, Callable[[], Transform]] = {
     "mean_std": MeanStd,
     "gcn": GCN,

@@ -1,4 +1,4 @@
-"""The steps of preprocessing: contrast normalisation, ZCA whitening, mean and deviation, and chains of them.
+"""The steps of preprocessing: contrast normalisation, ZCA whitening, mean and deviation, chains of them.
 
 B images of a chunk, C channels, D = C*H*W values of an image.
 """
@@ -167,7 +167,52 @@ class MeanStd(Transform):
     def _check_channels(self, x: Tensor) -> None:
         fitted = len(self._tensors["mean"])
         if x.shape[1] != fitted:
-            raise ValueError(f"images must have {fitted} channels, as at the fit. Got {x.shape[1]}.")
+            raise ValueError(f"images must have {fitted} channels, one for each mean. Got {x.shape[1]}.")
+
+
+@dataclass(eq=False)
+class Normalize(MeanStd):
+    """Per channel, a known mean and deviation in place of fitted ones: what a pretrained network wants.
+
+    Args:
+        mean: one number for each channel, for images of 0 to 1, as torchvision and timm tell them.
+        std: the same of the deviation.
+
+    The images themselves are of 0 to 255, as everywhere here: x becomes (x / 255 - mean) / std. Mean 0 and
+    deviation 1 are x / 255. The inverse is exact up to rounding.
+    """
+
+    kind = "normalize"
+    learns = False
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mean, self.std = _constants("mean", self.mean), _constants("std", self.std)
+        if len(self.std) != len(self.mean) or not all(self.std):
+            raise ValueError(
+                f"std must be {len(self.mean)} positive numbers, as many as mean. Got {self.std}."
+            )
+        mean, std = (torch.tensor(own, dtype=torch.float64).view(-1, 1, 1) for own in (self.mean, self.std))
+        self._set_tensors({"mean": 255 * mean, "std": 255 * std})
+
+    def _fit(self, chunks: Chunks) -> None:
+        """Nothing to learn: the numbers are known."""
+
+
+def _constants(name: str, given: Sequence[float]) -> list[float]:
+    """One a channel. Those for images of 0 to 255 would make all images alike, and nothing would tell."""
+    try:
+        numbers = [float(number) for number in given]
+    except TypeError:
+        raise TypeError(f"{name} must be a list of numbers, one for each channel. Got {given!r}.") from None
+    if not numbers or not all(0 <= number <= 1 for number in numbers):
+        raise ValueError(
+            f"{name} must be numbers from 0 to 1, one for each channel: those for images of 0 to 1. "
+            f"Got {numbers}. Divide those for images of 0 to 255 by 255."
+        )
+    return numbers
 
 
 @dataclass(eq=False)
