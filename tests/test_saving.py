@@ -383,7 +383,8 @@ class TestTransforms:
         images = self.raw()
         with pytest.raises(
             ValueError,
-            match="must go through the zca fitted on digits, which was not saved.*Load it with root=",
+            match="must go through the zca fitted on digits, which was not saved.*Load it with root="
+            r".*ensemble.save\(path, with_transform=True\) then keeps it",
         ):
             cmcl.load(tmp_path / "with").predict(images)
         loaded = cmcl.load(tmp_path / "with", root=tmp_path)

@@ -167,7 +167,8 @@ class Missing(Transform):
         name = self.config["source"]["recipe"]["name"]
         raise ValueError(
             f"uint8 images must go through the {self.config['kind']} fitted on {name}, which was not saved "
-            "with this ensemble. Load it with root=, the folder of that data set, or set ensemble.transform."
+            "with this ensemble. Load it with root=, the folder of that data set, or set ensemble.transform. "
+            "ensemble.save(path, with_transform=True) then keeps it, for machines without the data."
         )
 
     def _fit(self, chunks: Chunks) -> None:
