@@ -348,6 +348,13 @@ def test_an_example_that_is_none(saved, tmp_path, cmcl):
     assert not (tmp_path / "n.pt2").exists()
 
 
+def test_an_example_of_one_number(saved, tmp_path, cmcl):
+    np.save(tmp_path / "one.npy", np.float32(3))
+    code, _, err = cmcl("export", saved, "-o", tmp_path / "n.pt2", "--example", tmp_path / "one.npy")
+    assert code == 2
+    assert err.startswith("cmcl: example must be a batch that the members take")
+
+
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()
