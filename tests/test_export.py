@@ -233,6 +233,17 @@ def test_a_file_describes_itself(suffix, tmp_path):
     ensemble.share_at_test = "off"
     export(ensemble, path, x, format=form, classes=["Ä", "b", "c"], checksum="1f")
     assert told(path) == facts | {"sharing": "off", "classes": '["Ä", "b", "c"]', "weights_sha256": "1f"}
+    ensemble.classes = ("x", "y", "z")
+    export(ensemble, path, x, format=form)
+    assert told(path)["classes"] == '["x", "y", "z"]'
+
+
+@needs_onnx
+def test_a_file_tells_nothing_of_the_machine(tmp_path):
+    export(whitened(), tmp_path / "m.onnx", images(3, 1, 8, 8))
+    data = (tmp_path / "m.onnx").read_bytes()
+    assert b"site-packages" not in data
+    assert b".py" not in data
 
 
 @needs_onnx

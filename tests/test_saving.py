@@ -387,6 +387,10 @@ class TestTransforms:
             r".*ensemble.save\(path, with_transform=True\) then keeps it",
         ):
             cmcl.load(tmp_path / "with").predict(images)
+        with pytest.raises(
+            ValueError, match="with_transform must find a transform to save. Got none: load it"
+        ):
+            cmcl.load(tmp_path / "with").save(tmp_path / "again", with_transform=True)
         loaded = cmcl.load(tmp_path / "with", root=tmp_path)
         torch.testing.assert_close(loaded.predict(images).probs, whitened.predict(images).probs)
 

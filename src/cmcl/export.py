@@ -82,7 +82,7 @@ def export(
             (B, C, H, W) go through `ensemble.transform` inside the graph; anything else, such as float32,
             goes to the members as it is. The batch is dynamic, the other dimensions are those of the example.
         format: "onnx", or "torch" for a program of torch.export (read by torch.export.load).
-        classes: their names, for the file to tell.
+        classes: their names, for the file to tell; left out, those of `ensemble.classes`.
         checksum: of the weights, for the file to tell: `cmcl.saving.saved_checksum(folder)`.
     """
     checks.choice("format", format, FORMATS)
@@ -95,7 +95,7 @@ def export(
         raise ValueError(f"path must be a file to write, such as {path / f'model.{format}'}. Got a folder.")
     fixed = _fixed(ensemble)
     expected = predicted(fixed, example)
-    about = _about(fixed, expected, classes, checksum)
+    about = _about(fixed, expected, classes or ensemble.classes, checksum)
     program = _trace(Graph(fixed, raw=example.dtype == torch.uint8).eval(), example)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
@@ -185,6 +185,8 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path, about: dict[s
         ) from None
     assert written is not None  # with dynamo it is the program
     written.model.metadata_props.update(about)
+    for node in written.model.graph.all_nodes():
+        node.metadata_props.clear()  # whose lines of code, with their places on this machine, it came from
     written.save(path, external_data=False)
     return onnx_runner(path)
 

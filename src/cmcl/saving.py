@@ -46,6 +46,8 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
     old = _read_config(folder) if (folder / "config.json").exists() else None  # a foreign one is an error
     tensors = _tensors(ensemble)
     transform = None
+    if with_transform and isinstance(ensemble.transform, Missing):
+        raise ValueError("with_transform must find a transform to save. Got none: load it with root=.")
     if ensemble.transform is not None:
         transform, learned = ensemble.transform.state()
         for_good = not (transform["source"] or {}).get("recipe")  # fitted on what no data set gives again
