@@ -193,6 +193,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "temperature": table_of("rejecting.txt", "| method | temperature"),
     "tuning": whole("tuning-digits.txt"),
     "export": whole("export-check.txt"),
+    "onnx-speed": whole("onnx-speed.txt"),
     "icoseg": icoseg,
     "icoseg-search": icoseg_search,
     "small-cnn": small_cnn,
