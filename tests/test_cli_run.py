@@ -499,6 +499,27 @@ class TestNames:
             network=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2)),
         )
         assert again.classes == ("seven", "three")
+        package.fit(
+            ensemble,
+            replace(train, classes=("0", "1")),
+            recipe=package.Recipe(members=2, steps=1),
+            options=package.Options(quiet=True),
+        )
+        assert ensemble.classes is None, "these have no names"
+
+    def test_a_network_with_more_outputs_than_names(self, cmcl, trained, pictures, tmp_path):
+        """It was made for ten classes and learned two: those are known by name all the same."""
+        arguments = pictures("three", "seven")
+        shutil.copytree(trained / "ensemble", tmp_path / "mine")
+        config = json.loads((tmp_path / "mine" / "config.json").read_text())
+        (tmp_path / "mine" / "config.json").write_text(json.dumps(config | {"classes": ["one", "seven"]}))
+        code, _, err = cmcl("evaluate", tmp_path / "mine", *arguments, "--json")
+        assert code == 2
+        assert "must have classes that the ensemble knows by name. Got three." in err
+        picture = next((tmp_path / "pictures").rglob("*.png"))
+        (answer,) = json.loads(cmcl("predict", tmp_path / "mine", picture, "--json")[1])
+        index = answer["answer"]["index"]
+        assert answer["answer"]["class"] == (["one", "seven"][index] if index < 2 else str(index))
 
     def test_an_ensemble_without_names(self, cmcl, trained, pictures, tmp_path, some):
         shutil.copytree(trained / "ensemble", tmp_path / "mine")
@@ -576,7 +597,7 @@ class TestPredict:
     def test_sizes(self, cmcl, trained, tmp_path):
         Image.new("RGB", (28, 20)).save(tmp_path / "large.png")
         code, _, err = cmcl("predict", trained, tmp_path / "large.png")
-        assert code == 2
+        assert code == 1
         assert "large.png must be 8 x 8 pixels (height x width). Got 20 x 28. Pass --resize." in err
         assert cmcl("predict", trained, tmp_path / "large.png", "--resize")[0] == 0
 
@@ -589,7 +610,7 @@ class TestPredict:
         monkeypatch.setitem(SETS, "digits", ((1, 16, 4), SETS["digits"][1]))
         monkeypatch.setattr("cmcl.cli.predict._ask", lambda _, pixels, *__: dict.fromkeys(pixels, "asked"))
         exif = Image.Exif()
-        for orientation, code in ((6, 0), (1, 2)):
+        for orientation, code in ((6, 0), (1, 1)):
             exif[0x0112] = orientation
             Image.new("L", (16, 4)).save(tmp_path / "x.jpg", exif=exif)
             assert cmcl("predict", trained, tmp_path / "x.jpg", "--json")[0] == code
@@ -630,10 +651,12 @@ class TestPredict:
         for i in range(5):
             (tmp_path / f"{i}.png").write_text("hello")
         code, out, err = cmcl("predict", trained, tmp_path, "--json")
-        assert (code, out) == (2, "")
-        assert "Got 5 that do not: " in err
-        assert "0.png is not an image that Pillow reads; " in err
-        assert err.endswith("2.png is not an image that Pillow reads; and 2 more\n")
+        assert (code, err) == (1, "")
+        assert [Path(told["image"]).name for told in json.loads(out)] == [f"{i}.png" for i in range(5)]
+        assert all("is not an image that Pillow reads" in told["error"] for told in json.loads(out))
+        code, out, err = cmcl("predict", trained, tmp_path)
+        assert (code, out) == (1, "")
+        assert err.count("\n") == 5
 
     @pytest.fixture
     def threshold(self, cmcl, trained, pictures, tmp_path):
@@ -705,7 +728,7 @@ class TestPredict:
     def test_not_an_image(self, cmcl, trained, tmp_path):
         (tmp_path / "x.png").write_text("hello")
         code, _, err = cmcl("predict", trained, tmp_path / "x.png")
-        assert code == 2
+        assert code == 1
         assert "x.png is not an image" in err
 
     def test_pixels(self, cmcl, tmp_path):

@@ -236,6 +236,9 @@ def test_a_file_describes_itself(suffix, tmp_path):
     ensemble.classes = ("x", "y", "z")
     export(ensemble, path, x, format=form)
     assert told(path)["classes"] == '["x", "y", "z"]'
+    ensemble.classes = ("x", "y")  # it answers more than it was trained on
+    export(ensemble, path, x, format=form)
+    assert "classes" not in told(path)
 
 
 @needs_onnx

@@ -387,6 +387,10 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     assert labels("a", "b") == ["a/digits-ie", "b/digits-ie"]
     assert labels("a", "deep/a") == ["digits-ie seed 0 (1)", "digits-ie seed 0 (2)"]
     assert labels("a", "a") == ["digits-ie"], "the same one"
+    save_run(tmp_path / "b" / "again", made_record("digits-ie", 1, weights="b1"))
+    assert labels("a", "b") == ["a/digits-ie", "b/digits-ie seed 0", "b/digits-ie seed 1"], (
+        "seeds stay together"
+    )
 
 
 def test_markdown(runs, tmp_path):

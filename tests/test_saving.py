@@ -368,7 +368,24 @@ class TestTransforms:
         ):
             floats = loaded.predict(images.float())
         assert not loaded.predict(images).probs.equal(floats.probs), "floats are taken as they are"
-        cmcl.load(tmp_path / "with").predict(ensemble.transform.transform(images))  # some are below 0
+        for fine in (images, images // 255 * 0 + 255):  # some below 0; white, not below 0 and not raw
+            loaded.predict(ensemble.transform.transform(fine))
+
+    def test_floats_of_another_shape_are_the_callers_business(self):
+        pooled = cmcl.Ensemble(
+            lambda: nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, 3)), 2
+        )
+        pooled.transform = ZCA().fit(cmcl.data.load("digits"))
+        assert pooled.predict(torch.rand(3, 1, 12, 12)).probs.shape == (3, 3)
+
+    def test_names_of_classes(self, saved, tmp_path):
+        ensemble, _ = saved
+        ensemble.classes = [7, 8, 9]
+        ensemble.save(tmp_path / "with")
+        assert cmcl.load(tmp_path / "with").classes == ("7", "8", "9")
+        ensemble.classes = "cat"
+        with pytest.raises(TypeError, match="ensemble.classes must be a list of names.* Got 'cat'"):
+            ensemble.save(tmp_path / "with")
 
     @pytest.fixture
     def whitened(self, saved, monkeypatch):

@@ -3,7 +3,7 @@
 M members, B batch, C classes. The member axis comes first, always: logits (M, B, C, ...).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class Ensemble(nn.Module):
         output: picks the logits from what a member returns, where that is a dict, a tuple or the like.
     """
 
+    classes: Sequence[str] | None = None  # their names, where they have any; `fit` takes them over
+
     def __init__(
         self,
         network: Network,
@@ -48,11 +50,9 @@ class Ensemble(nn.Module):
         checks.probability("share_prob", share_prob)
         checks.choice("share_at_test", share_at_test, MODES)
         self.members = nn.ModuleList(distinct(build_members(network, members)))
-        self._share_after = share_after
+        self._share_after, self.output = share_after, output
         self.share_prob, self.share_at_test = float(share_prob), share_at_test
-        self.output = output
         self.transform: Transform | None = None  # of raw images; what is fitted to the data travels with it
-        self.classes: tuple[str, ...] | None = None  # their names, where they have any; `fit` takes them over
         self.run: Callable[[list[partial[Any]]], list[Any]] = in_turn  # the engine has faster ways
         self._cut()
 

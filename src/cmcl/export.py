@@ -95,7 +95,7 @@ def export(
         raise ValueError(f"path must be a file to write, such as {path / f'model.{format}'}. Got a folder.")
     fixed = _fixed(ensemble)
     expected = predicted(fixed, example)
-    about = _about(fixed, expected, classes or ensemble.classes, checksum)
+    about = _about(fixed, expected, classes or _own_names(ensemble, expected), checksum)
     program = _trace(Graph(fixed, raw=example.dtype == torch.uint8).eval(), example)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
@@ -126,6 +126,12 @@ def predicted(ensemble: Ensemble, example: Tensor) -> Prediction:
             f"example must be a batch that the members take; they compute in {', '.join(sorted(types))}. "
             f"Got {checks.kind(example)}. torch says: {first_line(error)}."
         ) from error
+
+
+def _own_names(ensemble: Ensemble, found: Prediction) -> Sequence[str] | None:
+    """An ensemble may answer more classes than the data that it was trained on have."""
+    names = ensemble.classes
+    return names if names and len(names) == found.probs.shape[1] else None
 
 
 def _about(

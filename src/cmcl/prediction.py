@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .metrics import entropy
 
+BRIGHT = 16  # what transforms make of white stays below; only an image of 0 to 255 goes beyond
+
 
 class Prediction(NamedTuple):
     """What an ensemble answers, and how sure each member is."""
@@ -26,12 +28,15 @@ def answer(logits: Tensor) -> Prediction:
 
 
 def notice_raw(x: Tensor, transform: Any) -> None:
-    """Warn of float images that look raw: no value is below 0, as some are after most transforms."""
+    """Warn of float images that look raw, of 0 to 1 or 0 to 255, where the transform would give others."""
     image = x.is_floating_point() and x.ndim == 4 and x.numel() > 0
-    if transform is None or not transform.is_fitted or not image or x.min() < 0:
+    if transform is None or not transform.is_fitted or not image or x.min() < 0 or 1 < x.max() <= BRIGHT:
         return
-    black = torch.zeros_like(x[:1], dtype=torch.uint8)
-    if transform.transform(black).min() < 0:  # this transform goes below 0
+    try:
+        black = transform.transform(torch.zeros_like(x[:1], dtype=torch.uint8))
+    except ValueError:  # not of the kind that it takes: what they are is the caller's business
+        return
+    if black.min() < 0:
         warnings.warn(
             "float inputs are taken as transformed already, and these look raw: no value is below 0. Pass "
             "raw images as uint8, or ensemble.transform.transform(images).",

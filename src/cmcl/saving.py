@@ -64,7 +64,7 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
         **{name: getattr(ensemble, name) for name in SETTINGS},
         "stem": {"stem": ensemble.stem, "freeze": ensemble.freeze} if isinstance(ensemble, OneStem) else None,
         "output": None if ensemble.output is None else _name(ensemble.output),
-        "classes": None if ensemble.classes is None else list(ensemble.classes),
+        "classes": _class_names(ensemble.classes),
         "transform": transform,
         "weights": weights,
     }
@@ -196,6 +196,12 @@ def _transform(
 def _below(prefix: str, weights: dict[str, Tensor], only: Sequence[str] | None = None) -> dict[str, Tensor]:
     found = {key.removeprefix(prefix): t for key, t in weights.items() if key.startswith(prefix)}
     return found if only is None else {key: found[key] for key in only if key in found}
+
+
+def _class_names(classes: Sequence[str] | None) -> list[str] | None:
+    if isinstance(classes, str):
+        raise TypeError(f"ensemble.classes must be a list of names, one for each class. Got {classes!r}.")
+    return None if classes is None else [str(name) for name in classes]
 
 
 def _name(function: Output) -> str:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..prediction import Prediction
     from ..rejecting import Threshold
 
-SHOWN = 3  # reasons in the one line that is left where no image can be answered
-
 
 def predict(
     run: Run,
@@ -51,14 +49,14 @@ def predict(
     limit = None if threshold is None else _read_threshold(threshold, place)
     ensemble = open_ensemble(place, root=root, device=check_device(device), network=network, output=output)
     pixels, failed = _read(paths, _shape(ensemble, data_of(place)), resize, dense=_is_dense(ensemble))
-    answers = _ask(ensemble, pixels, run, classes_of(place) or [], limit)
+    answers = _ask(ensemble, pixels, run, classes_of(place) or [], limit) if pixels else {}
     told = [answers.get(path) or {"image": str(path), "error": failed[path]} for path in paths]
     if as_json:
         print_json(told)
-    else:
+    elif answers:
         _print(list(answers.values()))
-        for reason in failed.values():
-            note(reason)
+    for reason in () if as_json else failed.values():
+        note(reason)
     if failed:
         raise typer.Exit(FAILED)
 
@@ -118,7 +116,8 @@ def _ask(
     with users_shapes(f"images must have the size that {run} was trained on. Got {height} x {width};"):
         found = ensemble.predict(images, batch_size=250)
     count = found.probs.shape[1]
-    classes = names if len(names) == count else [str(i) for i in range(count)]
+    known = names if len(names) <= count else []  # more are not its own
+    classes = [*known, *(str(i) for i in range(len(known), count))]
     answers = {one[0]: _answer(*one) for one in _each(list(pixels), found, classes)}
     if threshold is None:
         return answers
@@ -182,9 +181,8 @@ def _read(
     found = dict(zip(paths, outcomes(read, paths), strict=True))
     failed = {path: str(one) for path, one in found.items() if isinstance(one, Exception)}
     pixels = {path: one for path, one in found.items() if not isinstance(one, Exception)}
-    if not pixels:
-        raise ValueError(_all_failed(list(failed.values())))
-    first = next(iter(pixels.values())).shape[1:]  # where any size will do, all must have the same
+    sizes = [array.shape[1:] for array in pixels.values()]
+    first = sizes[0] if sizes else ()  # where any size will do, all must have the same
     for path in [path for path, array in pixels.items() if array.shape[1:] != first]:
         failed[path] = str(_wrong_size(path, pixels.pop(path).shape[1:], first))
     return pixels, failed
@@ -193,13 +191,6 @@ def _read(
 def _wrong_size(path: Path, got: tuple[int, ...], needed: tuple[int, ...]) -> ValueError:
     came, must = (" x ".join(map(str, size)) for size in (got, needed))
     return ValueError(f"{path} must be {must} pixels (height x width). Got {came}. Pass --resize.")
-
-
-def _all_failed(reasons: list[str]) -> str:
-    if len(reasons) == 1:
-        return reasons[0]
-    got = "; ".join(reasons[:SHOWN]) + (f"; and {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else "")
-    return f"an image must be readable and have the needed size. Got {len(reasons)} that do not: {got}"
 
 
 def _each(paths: list[Path], found: "Prediction", classes: list[str]) -> Any:

@@ -145,12 +145,14 @@ def number_as(ensemble: "Ensemble", names: list[str] | None, data: "Dataset") ->
     from ..data.files import nearest
 
     count = _count_answers(ensemble, data)
-    if names is None and count != len(data.classes):
-        raise ValueError(
-            f"{data.source} must have {count} classes, as many as the ensemble answers, which does not know "
-            f"their names. Got {len(data.classes)}."
-        )
-    if names is None or names == list(data.classes) or count != len(names):
+    if names is None or len(names) > count:  # others than its own
+        if count != len(data.classes):
+            raise ValueError(
+                f"{data.source} must have {count} classes, as many as the ensemble answers, which does not "
+                f"know their names. Got {len(data.classes)}."
+            )
+        return data
+    if names == list(data.classes):
         return data
     if unknown := [name for name in data.classes if name not in names]:
         got = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")

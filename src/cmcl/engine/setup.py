@@ -128,11 +128,12 @@ def hold_out(train: Data, fraction: float) -> tuple[Data, Data | None]:
 
 def place(ensembles: Sequence[Ensemble], train: Data, device: torch.device) -> None:
     """Ensembles on the device, in the layout its convolutions like, with class names and a transform."""
-    names = train.classes if isinstance(train, Dataset) else ()
     for ensemble in ensembles:
         ensemble.to(device)
-        if names != tuple(map(str, range(len(names)))):  # numbers are the names of what has none
-            ensemble.classes = names
+        if isinstance(train, Dataset):
+            names = tuple(map(str, train.classes))
+            unnamed = names == tuple(map(str, range(len(names))))  # numbers are the names of what has none
+            ensemble.classes = None if unnamed else names
         if device.type == "cuda":
             ensemble.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if isinstance(train, DataLoader) or tensors(train)[0].dtype != torch.uint8:

@@ -61,8 +61,9 @@ class Record:
     @property
     def identity(self) -> str:
         """The same for all records of one trained ensemble on one set of test data, wherever measured."""
-        told: Any = self.weights
-        if told is None:
+        # Equal weights may belong to networks that answer differently, as with other dropout at test.
+        told: Any = [self.weights, self.recipe_hash, self.network, self.task]
+        if self.weights is None:
             told = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in MEASURED}
         return json.dumps([told, self.checksums, self.test_examples, self.full_test], sort_keys=True)
 

@@ -27,7 +27,8 @@ def _check_facts(record: Record) -> None:
     for count in (record.seed, record.steps, record.test_examples):
         _require(_whole(count), "a whole number", count)
     _require(record.test_examples > 0, "test examples", record.test_examples)
-    for maybe in (record.recipe["data"], record.outside, record.commit, record.task):
+    learned = (record.task, record.learned_from, record.weights)
+    for maybe in (record.recipe["data"], record.outside, record.commit, *learned):
         _require(maybe is None or isinstance(maybe, str), "a text or nothing", maybe)
     for flag in (record.full_length, record.full_test):
         _require(isinstance(flag, bool), "true or false", flag)

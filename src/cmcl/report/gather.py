@@ -214,12 +214,13 @@ def _once(runs: list[Run]) -> list[Run]:
 
 
 def _tell_apart(runs: list[Run]) -> None:
-    """Where name and seed are the same, as in few/ie and many/ie, the folder becomes part of the name."""
-    alike: dict[tuple[str, int], list[Run]] = {}
+    """Where a seed of a name comes twice, as in few/ie and many/ie, the folder becomes part of the name."""
+    named: dict[str, list[Run]] = {}
     for run in runs:
-        alike.setdefault((run.name, run.seed), []).append(run)
-    for group in alike.values():
-        if 1 < len(group) == len({run.place for run in group}):
+        named.setdefault(run.name, []).append(run)
+    for group in named.values():
+        seeds, places = {run.seed for run in group}, {(run.place, run.seed) for run in group}
+        if len(seeds) < len(group) == len(places):
             for run in group:
                 run.name = f"{run.place}/{run.name}"
                 run.record = run.record and replace(run.record, name=run.name)
