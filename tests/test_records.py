@@ -372,7 +372,10 @@ def test_a_device_that_cannot_compute():
         ),
         ({"network_options": {"dropout": "x"}}, "network_options.dropout must be a number. Got 'x'"),
         ({"network_options": {"dropout": None}}, "network_options.dropout must be a number. Got None"),
-        ({"network_options": {"hidden": True}}, "network_options.hidden must be a number. Got True"),
+        (
+            {"network_options": {"hidden": True}},
+            "network_options.hidden must be a whole number or null. Got True",
+        ),
         ({"network_options": {"hiden": 3}}, "must be options of cnn. Got 'hiden'. Did you mean 'hidden'?"),
         (
             {"network_options": DIGITS.network_options | {"classes": 9}},

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -101,6 +100,7 @@ def train(
 def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
     """The recipe with these fields; a misspelt name or a value of another kind is an error."""
     from ..data.files import nearest
+    from ..experiments.kinds import in_words, is_a
 
     kinds = {field.name: field.type for field in fields(recipe)}
     changes = _with_options(recipe, changes)
@@ -109,8 +109,8 @@ def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
             raise ValueError(
                 f"--set must name a field of a recipe. Got {name!r}. {nearest(name, list(kinds))}"
             )
-        if not _is_a(value, kinds[name]):
-            raise ValueError(f"{name} must be {_kind(kinds[name])}. Got {value!r}.")
+        if not is_a(value, kinds[name]):
+            raise ValueError(f"{name} must be {in_words(kinds[name])}. Got {value!r}.")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be a finite number. Got {value!r}.")
     values = {name: _as_written(name, value, kinds[name]) for name, value in changes.items()}
@@ -141,8 +141,10 @@ def _as_written(name: str, value: Any, kind: Any) -> Any:
 
 def _drops(pairs: Any) -> list[tuple[float, float]]:
     """When the learning rate falls, a step (a whole number) or a share of the run; and by what factor."""
+    from ..experiments.kinds import is_a
+
     if not all(
-        isinstance(pair, list) and len(pair) == 2 and all(_is_a(n, float) for n in pair) for pair in pairs
+        isinstance(pair, list) and len(pair) == 2 and all(is_a(n, float) for n in pair) for pair in pairs
     ):
         raise ValueError(f"drops must be pairs of numbers, such as [[0.5, 0.1]]. Got {pairs}.")
     return [(int(when) if when == int(when) else when, float(factor)) for when, factor in pairs]
@@ -168,24 +170,6 @@ def _word(key: str, value: Any) -> str:
     """ "batchsize64"; of lists and the like the field's name alone."""
     text = f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int | str) else ""
     return re.sub(r"[^a-z0-9.]+", "", (key + text).lower())
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    if isinstance(kind, UnionType):
-        return any(_is_a(value, one) for one in get_args(kind))
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    allowed = {tuple: list, Mapping: dict}.get(get_origin(kind) or kind, kind)  # as JSON has them
-    return isinstance(value, allowed)
-
-
-def _kind(kind: Any) -> str:
-    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "null"}
-    if isinstance(kind, UnionType):
-        return " or ".join(_kind(one) for one in get_args(kind))
-    return words.get(kind) or ("a JSON list" if get_origin(kind) is tuple else "a JSON object")
 
 
 def _refuse_old(folder: Path, recipe: "Recipe") -> None:

@@ -10,10 +10,11 @@ from ..data.dataset import Dataset, counting, ignored
 from ..data.files import nearest
 from ..data.preprocess import Transform
 from ..ensemble import Ensemble
-from ..modes import keep_modes
+from ..modes import in_eval
 from ..networks import NETWORKS
 from ..recipe import Recipe
 from ..telling import first_line
+from .kinds import in_words, is_a
 
 
 def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ensemble:
@@ -37,21 +38,14 @@ def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ense
 
 
 def _check_options(network: str, options: Mapping[str, Any], build: Callable[..., Any]) -> None:
-    """Refuse misspelt names and values of another kind than the default: the text "False" counts as true."""
+    """Refuse misspelt names and values of a wrong kind: the text "False" would count as true."""
     known = inspect.signature(build).parameters
     for name, value in options.items():
         if name not in known:
             cure = nearest(name, list(known))
             raise ValueError(f"network_options must be options of {network}. Got {name!r}. {cure}")
-        default, kind = known[name].default, known[name].annotation
-        if isinstance(default, bool) and not isinstance(value, bool):
-            raise ValueError(f"network_options.{name} must be true or false. Got {value!r}.")
-        if kind in (int, float, int | None) and not _is_number(value, or_none=kind == int | None):
-            raise ValueError(f"network_options.{name} must be a number. Got {value!r}.")
-
-
-def _is_number(value: Any, *, or_none: bool) -> bool:
-    return (value is None and or_none) or (isinstance(value, int | float) and not isinstance(value, bool))
+        if not is_a(value, kind := known[name].annotation):
+            raise ValueError(f"network_options.{name} must be {in_words(kind)}. Got {value!r}.")
 
 
 def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:
@@ -61,10 +55,8 @@ def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:
     must = f"network {recipe.network} must fit the data {recipe.data}, images of {shape}"
     cure = "Choose another network, or set network_options (channels, size, classes)."
     try:
-        with torch.no_grad(), keep_modes(ensemble):
-            logits = ensemble.eval()(
-                images.float() if images.dtype == torch.uint8 else images
-            )  # (M, N, C, ...)
+        with torch.no_grad(), in_eval(ensemble):
+            logits = ensemble(images.float() if images.dtype == torch.uint8 else images)  # (M, N, C, ...)
     except (RuntimeError, IndexError) as error:
         raise ValueError(f"{must}. Got a network that refuses them ({first_line(error)}). {cure}") from None
     if logits.shape[3:] != targets.shape[1:]:
