@@ -366,7 +366,8 @@ def test_an_example_of_one_number(saved, tmp_path, cmcl):
     np.save(tmp_path / "one.npy", np.float32(3))
     code, _, err = cmcl("export", saved, "-o", tmp_path / "n.pt2", "--example", tmp_path / "one.npy")
     assert code == 2
-    assert err.startswith("cmcl: example must be a batch that the members take")
+    got = "Got a torch.float32 tensor of shape ()."
+    assert err == f"cmcl: x must be a tensor with the batch on its first axis. {got}\n"
 
 
 class Branching(nn.Module):

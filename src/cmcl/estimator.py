@@ -22,7 +22,7 @@ from . import checks
 from .engine import Options, fit
 from .engine.setup import find_device
 from .ensemble import Ensemble
-from .modes import keep_modes
+from .modes import in_eval
 from .networks import plain
 from .objectives import TaskLoss
 from .prediction import Prediction
@@ -240,8 +240,8 @@ def _precision(X: Array, device: str) -> torch.dtype:
 
 def _check_outputs(ensemble: Ensemble, x: Tensor, classes: int) -> None:
     """Two examples through the members: a wrong number of outputs would be noticed late, or never."""
-    with torch.no_grad(), keep_modes(ensemble):
-        logits: Tensor = ensemble.eval()(x.to(next(ensemble.parameters(), x).device))  # (M, 2, outputs)
+    with torch.no_grad(), in_eval(ensemble):
+        logits: Tensor = ensemble(x.to(next(ensemble.parameters(), x).device))  # (M, 2, outputs)
     if logits.shape[2:] != (classes,):
         got = " x ".join(map(str, logits.shape[2:]))
         raise ValueError(

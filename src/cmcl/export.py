@@ -94,7 +94,7 @@ def export(
     if path.is_dir():
         raise ValueError(f"path must be a file to write, such as {path / f'model.{format}'}. Got a folder.")
     fixed = _fixed(ensemble)
-    expected = predicted(fixed, example)
+    expected = _predict(fixed, example)
     about = _about(fixed, expected, classes or _own_names(ensemble, expected), checksum)
     program = _trace(Graph(fixed, raw=example.dtype == torch.uint8).eval(), example)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def onnx_runner(path: str | Path) -> Runner:
     return lambda x: [torch.from_numpy(y) for y in session.run(list(OUTPUTS), {"input": x.numpy()})]
 
 
-def predicted(ensemble: Ensemble, example: Tensor) -> Prediction:
+def _predict(ensemble: Ensemble, example: Tensor) -> Prediction:
     """What it answers to the example; one that does not fit is told as the user's mistake."""
     try:
         return ensemble.predict(example)

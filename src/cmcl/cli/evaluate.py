@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import classes_of, data_of, find_ensembles, label_of, load_test, number_as, open_ensemble, seek
+from .runs import data_of, find_ensembles, label_of, load_test, number_as, open_ensemble, seek
 from .shared import check_device, number, parse_pairs, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def evaluate(
     results = []
     for place in places:
         ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
-        named = number_as(ensemble, classes_of(place), part)
+        named = number_as(ensemble, part)
         results.append(_measure(ensemble, label_of(place), named, outside, batch_size))
     keys = [key for key in COLUMNS if key in results[0]]
     whole: dict[str, Any] = {

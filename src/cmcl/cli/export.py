@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options import AsJson, OwnNetwork, OwnOutput, Root, Run
-from .runs import classes_of, data_of, first_ensemble, open_ensemble
+from .runs import data_of, first_ensemble, open_ensemble
 from .shared import check_writable, print_json
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from ..ensemble import Ensemble
 
 
 def export(
@@ -40,8 +38,7 @@ def export(
     place = first_ensemble(run)
     inputs = _read(example) if example else _test_images(place, root, images)
     ensemble = open_ensemble(place, root=root, network=network, output=output)
-    names = _names(place, ensemble, inputs)
-    done = write(ensemble, out, inputs, format=format, classes=names, checksum=saved_checksum(place))
+    done = write(ensemble, out, inputs, format=format, checksum=saved_checksum(place))
     if as_json:
         print_json(done._asdict() | {"path": str(done.path)})
         return
@@ -62,19 +59,11 @@ def _test_images(place: Path, root: Path | None, count: int) -> "Tensor":
     return load(name, split="test", root=root)[:count].images
 
 
-def _names(place: Path, ensemble: "Ensemble", inputs: "Tensor") -> list[str] | None:
-    """Of the classes, if they are known: an ensemble may answer fewer than the set of its folder has."""
-    from ..export import predicted
-
-    names = classes_of(place)
-    return names if names and len(names) == predicted(ensemble, inputs[:1]).probs.shape[1] else None
-
-
 def _read(path: Path) -> "Tensor":
     import numpy as np
     import torch
 
     try:
-        return torch.from_numpy(np.atleast_1d(np.load(path, allow_pickle=False)))
+        return torch.from_numpy(np.load(path, allow_pickle=False))
     except (ValueError, EOFError, TypeError) as error:
         raise ValueError(f"--example must be a .npy file of numbers. Got {path} ({error}).") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import SETS, classes_of, data_of, first_ensemble, open_ensemble
+from .runs import SETS, data_of, first_ensemble, open_ensemble
 from .shared import FAILED, check_device, note, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
@@ -49,14 +49,12 @@ def predict(
     limit = None if threshold is None else _read_threshold(threshold, place)
     ensemble = open_ensemble(place, root=root, device=check_device(device), network=network, output=output)
     pixels, failed = _read(paths, _shape(ensemble, data_of(place)), resize, dense=_is_dense(ensemble))
-    answers = _ask(ensemble, pixels, run, classes_of(place) or [], limit) if pixels else {}
+    answers = _ask(ensemble, pixels, run, limit) if pixels else {}
     told = [answers.get(path) or {"image": str(path), "error": failed[path]} for path in paths]
     if as_json:
         print_json(told)
-    elif answers:
-        _print(list(answers.values()))
-    for reason in () if as_json else failed.values():
-        note(reason)
+    else:
+        _print(list(answers.values()), list(failed.values()))
     if failed:
         raise typer.Exit(FAILED)
 
@@ -104,7 +102,6 @@ def _ask(
     ensemble: "Ensemble",
     pixels: dict[Path, "Pixels"],
     run: Path,
-    names: list[str],
     threshold: "Threshold | None",
 ) -> dict[Path, dict[str, Any]]:
     """What the ensemble says about each image."""
@@ -115,8 +112,8 @@ def _ask(
     height, width = images.shape[2:]
     with users_shapes(f"images must have the size that {run} was trained on. Got {height} x {width};"):
         found = ensemble.predict(images, batch_size=250)
-    count = found.probs.shape[1]
-    known = names if len(names) <= count else []  # more are not its own
+    names, count = ensemble.classes or (), found.probs.shape[1]
+    known = names if len(names) <= count else ()  # more are not its own
     classes = [*known, *(str(i) for i in range(len(known), count))]
     answers = {one[0]: _answer(*one) for one in _each(list(pixels), found, classes)}
     if threshold is None:
@@ -131,9 +128,7 @@ def _judge(member_probs: "Tensor", threshold: "Threshold") -> list[dict[str, Any
 
     if member_probs.ndim > 3:
         raise ValueError("--threshold must be used where an image has one answer. Got an answer per pixel.")
-    scores = uncertainty(
-        member_probs, threshold.score
-    ).tolist()  # not rounded: to be compared with the file's
+    scores = uncertainty(member_probs, threshold.score).tolist()  # not rounded: compared with the file's
     abstained = (decide(member_probs, threshold) == ABSTAIN).tolist()
     return [{"score": score, "abstained": away} for score, away in zip(scores, abstained, strict=True)]
 
@@ -230,7 +225,7 @@ def _said(probs: "Tensor", classes: list[str]) -> dict[str, Any]:
     return {"class": classes[int(index)], "index": int(index), "confidence": round(confidence.item(), 6)}
 
 
-def _print(answers: list[dict[str, Any]]) -> None:
+def _print(answers: list[dict[str, Any]], reasons: list[str]) -> None:
     rows: list[tuple[Any, ...]] = []
     for answer in answers:
         mark = "abstains" if answer.get("abstained") else ""
@@ -238,7 +233,10 @@ def _print(answers: list[dict[str, Any]]) -> None:
         for m, member in enumerate(answer["members"]):
             mark = "most confident" if m == answer["chosen"] else ""
             rows.append(("", f"member {m}", *_words(member), f"{member['entropy']:.3f}", mark))
-    print_table(("image", "who", "answer", ">confidence", ">entropy", ""), rows)
+    if rows:
+        print_table(("image", "who", "answer", ">confidence", ">entropy", ""), rows)
+    for reason in reasons:
+        note(reason)
 
 
 def _words(said: dict[str, Any]) -> tuple[str, str]:

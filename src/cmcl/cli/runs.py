@@ -78,6 +78,7 @@ def open_ensemble(
         config = ensemble.transform.config
         what = f"{_fitted_on(config)}, on which the ensemble's preprocessing is fitted again,"
         ensemble.transform = seek(lambda folder: refit(config, folder), root, what)
+    ensemble.classes = classes_of(place)
     return ensemble
 
 
@@ -138,12 +139,13 @@ def classes_of(ensemble: Path) -> list[str] | None:
     return [str(name) for name in names]
 
 
-def number_as(ensemble: "Ensemble", names: list[str] | None, data: "Dataset") -> "Dataset":
-    """The same images; classes are numbered as the ensemble numbers those of the same `names`, if known."""
+def number_as(ensemble: "Ensemble", data: "Dataset") -> "Dataset":
+    """The same images; classes are numbered as the ensemble numbers those of the same names, if known."""
     import torch
 
     from ..data.files import nearest
 
+    names = None if ensemble.classes is None else list(ensemble.classes)
     count = _count_answers(ensemble, data)
     if names is None or len(names) > count:  # others than its own
         if count != len(data.classes):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from .. import checks
 from ..data.dataset import IGNORE, Dataset, counting
 from ..ensemble import Ensemble
-from ..modes import keep_modes
+from ..modes import in_eval
 from ..recipe import Recipe
 from ..telling import first_line
 from .scoring import AUTO, errors, resolved
@@ -83,8 +83,8 @@ def check_kind(name: str, data: Data) -> None:
 def first_answers(ensemble: Ensemble, images: Tensor) -> Tensor:
     """Logits (M, 2, C, ...) of two examples: how many classes the networks tell apart, and of what."""
     try:
-        with torch.no_grad(), keep_modes(ensemble):
-            logits: Tensor = ensemble.eval()(images[:2])
+        with torch.no_grad(), in_eval(ensemble):
+            logits: Tensor = ensemble(images[:2])
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError) as error:

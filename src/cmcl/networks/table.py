@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..modes import keep_modes
+from ..modes import in_eval
 
 Row = tuple[str, str, str, str, str]
 HEADER: Row = ("layer", "kind", "output", "parameters", "features")
@@ -55,8 +55,8 @@ def _run_once(network: nn.Module, channels: int, size: int | tuple[int, int]) ->
     height, width = (size, size) if isinstance(size, int) else size
     like = next(network.parameters(), torch.empty(0))
     image = torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device)
-    with torch.no_grad(), keep_modes(network):
-        network.eval()(image)
+    with torch.no_grad(), in_eval(network):
+        network(image)
 
 
 def _kind(layer: nn.Module) -> str:

@@ -58,6 +58,11 @@ class Material:
         return Evidence.of(self.records)
 
     @property
+    def labels(self) -> dict[str, str]:
+        """What to call the runs, by the identity of their records."""
+        return {run.record.identity: run.label for run in self.runs if run.record}
+
+    @property
     def records(self) -> list[Record]:
         """All records, each once, by name and seed."""
         runs = [run.record for run in self.runs if run.record is not None]

@@ -27,8 +27,7 @@ def render(material: Material) -> str:
             parts += [f"## Table {number}", paper_markdown(number, records)]
         parts += ["## Claims", claims_markdown(records)]
     if own := [run.record for run in material.runs if run.record]:
-        labels = {run.record.identity: run.label for run in material.runs if run.record}
-        table = summary_table(own, labels)
+        table = summary_table(own, material.labels)
         parts += ["## Runs", *map(escaped, of_runs(own)), markdown(table), below(table)]
     if material.left_out:
         parts.append(material.left_out)

@@ -101,8 +101,7 @@ def _headline(material: Material) -> Table | None:
     if material.paper:
         return headline_table(material.evidence)
     measured = [run.record for run in material.runs if run.record]
-    labels = {run.record.identity: run.label for run in material.runs if run.record}
-    return summary_table(measured, labels) if measured else None
+    return summary_table(measured, material.labels) if measured else None
 
 
 def _grouped(records: Sequence[Record]) -> dict[str, list[Record]]:

@@ -115,10 +115,9 @@ def _standing(evidence: Evidence, ids: Sequence[str]) -> list[tuple[str, Record]
 
 
 def _of_runs(material: Material) -> Iterator[Section]:
-    labelled = {run.record.identity: run.label for run in material.runs if run.record}
     if material.paper and material.records:
         intro = "Everything that this report is made from."
-        table = summary_table(material.records, labelled)
+        table = summary_table(material.records, material.labels)
         yield Section("runs", "All runs", intro, tables=[table])
     for (key, name), runs in _by_data(material.runs).items():
         yield from _of_data(key, name, runs, material)
