@@ -169,7 +169,7 @@ def entropies(panels: Mapping[str, Mapping[str, np.ndarray]]) -> Figure:
     kinds = {
         "specialised": ("classes it masters (over 90 % right)", GREEN),
         "other": ("the other classes", BLUE),
-        "known": ("CIFAR-10 test", BLUE),
+        "known": ("CIFAR-10 test", INK),
         "unseen": ("SVHN, never seen", ORANGE),
     }
     all_axes = np.atleast_1d(figure.subplots(1, len(panels), sharex=True))
