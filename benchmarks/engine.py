@@ -364,7 +364,7 @@ def print_ratios(bench: Bench, overhead: float) -> None:
         )
 
 
-def header(arguments: argparse.Namespace) -> str:
+def header(arguments: argparse.Namespace, program: str = "engine") -> str:
     """What was run, on what."""
     cuda = torch.device(arguments.device).type == "cuda"
     name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
@@ -373,7 +373,7 @@ def header(arguments: argparse.Namespace) -> str:
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=folder
     ).stdout.strip()
     return (
-        f"$ python benchmarks/engine.py {' '.join(sys.argv[1:])}\n"
+        f"$ python benchmarks/{program}.py {' '.join(sys.argv[1:])}\n"
         f"{name}, {os.cpu_count()} CPU cores, torch {torch.__version__}, Python {sys.version.split()[0]}, "
         f"commit {os.environ.get('CMCL_COMMIT') or commit or 'unknown'}"
     )

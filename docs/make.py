@@ -161,7 +161,7 @@ def sharing_variants() -> str:
 
 
 def adversarial() -> str:
-    """IE with adversarial training beside the rows of Table 1 that it competes with; the first seed of each."""
+    """IE with adversarial training beside two rows of Table 1, the first seed of each."""
     names = {
         "cifar10-cnn-ie": "IE",
         "cifar10-cnn-cmcl-sharing-sampled": "CMCL + feature sharing + stochastic labels",

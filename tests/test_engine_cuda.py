@@ -205,7 +205,8 @@ def test_compiled_and_eager_steps_agree_in_float64(name):
 def test_captured_and_eager_steps_draw_the_same(name):
     """Masks, labels and dropout from the CUDA generator, in the same order with and without a graph."""
     options = dict(dropout=0.5) if name == "cnn" else {}
-    for dtype, close in ((torch.float32, CLOSE), (torch.float64, CLOSE64)):
+    # Rounding grows on the way: in float32 VGG came 0.11 apart once. Other draws make 0.5 or more.
+    for dtype, close in ((torch.float64, CLOSE64), (torch.float32, 3 * CLOSE)):
 
         def run(dtype=dtype, **how):
             return train([build(name, dtype=dtype, **options)], examples(name), RECIPE, **how).weights[0]

@@ -727,10 +727,20 @@ class TestRefusals:
         ensemble = small(network=Larger)
         before = weights(ensemble)
         with pytest.raises(
-            ValueError, match=r"networks and kind of device must be .* Got another ensemble.0"
+            ValueError, match=r"networks must be .* Got another ensemble.0\S+, and \d+ more diff"
         ):
             go(folder, resume=True, ensemble=ensemble)
         assert identical(weights(ensemble), before)
+
+    def test_another_kind_of_device(self, folder):
+        """A run of CUDA has that device's random state, which a CPU cannot go on from."""
+        checkpoints = Checkpoints(folder / "checkpoints")
+        step, tensors, state = checkpoints.latest()
+        checkpoints.save(step + 1, tensors | {"random.cuda": torch.get_rng_state()}, state)
+        with pytest.raises(
+            ValueError, match="device must be of the kind .* begun on, CUDA. Got cpu. Go on there"
+        ):
+            go(folder, resume=True)
 
     def test_a_second_run_at_the_same_time(self, folder):
         with locked(folder), pytest.raises(FolderInUseError, match="must be used by one run at a time"):

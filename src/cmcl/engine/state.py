@@ -20,6 +20,7 @@ from .optimizer import make_optimizer
 from .tally import Tally
 from .telemetry import DeadMembers
 
+CUDA = "random.cuda"  # the device's random state; runs elsewhere have none
 OTHERS = "buffer."  # begins the names of buffers outside the state_dict
 
 
@@ -67,7 +68,7 @@ class State:
         for i, moments in enumerate(self.optimizer.state.values()):
             named |= {f"optimizer.{i}.{key}": tensor for key, tensor in moments.items()}
         if self.device.type == "cuda":
-            named["random.cuda"] = torch.cuda.get_rng_state()
+            named[CUDA] = torch.cuda.get_rng_state()
         return named
 
     def facts(self) -> dict[str, Any]:
@@ -89,19 +90,25 @@ class State:
                 kept, now = _differences(kept, now) if isinstance(kept, dict) else (kept, now)
                 raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")
         own, saved = self.tensors(), checkpoint.tensors
+        if (CUDA in own) != (CUDA in saved):  # what is drawn there cannot be drawn elsewhere
+            begun = "CUDA" if CUDA in saved else "another kind of device than CUDA"
+            raise ValueError(
+                f"device must be of the kind that the run was begun on, {begun}. Got {self.device}. "
+                "Go on there, or begin anew in another folder."
+            )
         shapes, kept_shapes = ({key: t.shape for key, t in d.items()} for d in (own, saved))
         unlike = {key for key in {**own, **saved} if shapes.get(key) != kept_shapes.get(key)}
         different = sorted(key for key in unlike if not key.startswith(OTHERS))  # caches come and go
         if different:
+            more = f", and {n} more differences" if (n := len(different) - 1) else ""
             raise ValueError(
-                "networks and kind of device must be those of the run to be resumed. "
-                f"Got another {different[0]}, and {len(different) - 1} more differences."
+                f"networks must be those of the run to be resumed. Got another {different[0]}{more}."
             )
         with torch.no_grad():
             for name in own.keys() - unlike:
                 own[name].copy_(saved[name])
         if self.device.type == "cuda":
-            torch.cuda.set_rng_state(checkpoint.tensors["random.cuda"])
+            torch.cuda.set_rng_state(checkpoint.tensors[CUDA])
         for alarm, kept in zip(self.alarms, checkpoint.state["alarms"], strict=True):
             alarm.restore(kept)
         self.step = checkpoint.step
