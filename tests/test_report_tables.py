@@ -78,6 +78,17 @@ def test_worse_than_the_paper_is_marked_as_worse():
     assert row_of(table, "ResNet-20", "CIFAR-10", "single network")[7].worse, "14.03 there, 16 here"
 
 
+def test_a_legend_tells_what_stands_in_the_table_and_no_more():
+    plain, marked = tables.Value("8.84"), tables.Value("8.84 ± 0.10", mark="same")
+    assert tables.legend([[plain]]) == "n: runs with different seeds."
+    assert tables.legend([[tables.Value("9.40", worse=True)]]).startswith("▲: worse than the paper")
+    text = tables.legend([[plain], [marked]])
+    assert "✓" in text
+    assert "≈" in text
+    assert "▲" not in text
+    assert text.endswith("Mean ± standard deviation over n runs with different seeds.")
+
+
 def test_noise_by_hand():
     def found(mean, std=None, n=1):
         return {"mean": mean, "std": std, "n": n}

@@ -1,7 +1,7 @@
 """The order of a report: which sections there are, and what is in each. What has no material is left out."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..experiments.claims import Verdict
@@ -40,12 +40,11 @@ def sections(material: Material, verdicts: list[Verdict]) -> list[Section]:
 
 
 def _of_paper(material: Material, verdicts: list[Verdict]) -> Iterator[Section]:
-    first, *others = paper_tables(material.evidence)
     yield Section(
         "tables",
         "The paper's tables",
         "The paper's numbers, with ours beside them. A number of ours leads to the records behind it.",
-        tables=[first, *(replace(table, note="") for table in others)],  # the same for all three
+        tables=paper_tables(material.evidence),
     )
     yield Section(
         "claims",

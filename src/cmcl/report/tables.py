@@ -1,6 +1,6 @@
 """The tables: the paper's with ours beside them, and a summary of all records. Errors are in percent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -53,13 +53,6 @@ class Table:
 NOT_MEASURED = Value("not measured", missing=True)
 MARKS = {"same": "✓", "near": "≈", "other": "✗"}  # which side of IE ours lies on, as in the paper or not
 WORSE, MUCH = "▲", 0.5  # points of top-1 error above the paper's, from where it is called worse
-LEGEND = (
-    "✓: ours lies on the same side of IE as the paper's number does; ✗: it does not; ≈: the difference is "
-    "within the noise, twice its standard error. No mark: fewer than two runs of either, or nothing to "
-    "compare (the single network is the mean of IE's own members). "
-    f"{WORSE}: worse than the paper by more than {MUCH:g} points of top-1 error. "
-    "Mean ± standard deviation over n runs with different seeds."
-)
 
 
 def paper_tables(records: Records) -> list[Table]:
@@ -92,7 +85,25 @@ def _paper_table(name: str, keys: tuple[str, ...], found: Evidence) -> Table:
     number = name.removeprefix("table")
     caption = f"Table {number}. {TARGETS[name]['caption']}"
     source = story.made_on(record for cell in cells for record in found.standing(cell.id))
-    return Table(name, caption, columns, rows, note=LEGEND, source=source, keys=len(keys))
+    return Table(name, caption, columns, rows, note=legend(rows), source=source, keys=len(keys))
+
+
+def legend(rows: Iterable[Sequence[Value]]) -> str:
+    """How to read the marks that stand in these rows, and no others."""
+    values = [value for row in rows for value in row]
+    lines = []
+    if any(value.mark for value in values):
+        lines.append(
+            f"{MARKS['same']}: ours lies on the same side of IE as the paper's number does; "
+            f"{MARKS['other']}: it does not; {MARKS['near']}: the difference is within the noise, twice its "
+            "standard error. No mark: fewer than two runs of either, or nothing to compare (the single "
+            "network is the mean of IE's own members)."
+        )
+    if any(value.worse for value in values):
+        lines.append(f"{WORSE}: worse than the paper by more than {MUCH:g} points of top-1 error.")
+    spreads = any("±" in value.text for value in values)
+    lines.append(f"{'Mean ± standard deviation over n' if spreads else 'n:'} runs with different seeds.")
+    return " ".join(lines)
 
 
 def _keys(cell: Cell) -> tuple[str, ...]:
@@ -174,7 +185,7 @@ def headline_table(records: Records) -> Table:
             behind += found.standing(own)
         rows.append(row)
     source = story.made_on(behind)
-    return Table("headline", "Top-1 error of five ResNet-20", columns, rows, note=LEGEND, source=source)
+    return Table("headline", "Top-1 error of five ResNet-20", columns, rows, note=legend(rows), source=source)
 
 
 def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = None) -> Table:
