@@ -475,7 +475,7 @@ def test_what_is_worse_or_left_out_can_be_seen(tmp_path):
     worse = [a for a in Page(text).all("td") if "differs" in (a.get("class") or "")]
     assert [a["data-sort"] for a in worse] == ["8.79", "4.79"] * 2
     assert '"number agrees"' not in text
-    assert "20 against 20 s: 1.00 times; under 120 s" in text
+    assert "20 against 20 s, the fastest of 1 and 1 runs: 1.00 times; under 120 s" in text
     assert '<span class="hidden">left out: </span>' in text
     long = [made_record(f"cifar10-resnet20-{m}", seconds=200.0) for m in ("ie", "cmcl")]
     text = page_of(save_results(tmp_path / "results", long), out=tmp_path)

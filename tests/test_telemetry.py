@@ -299,7 +299,7 @@ class TestDeadMembers:
         assert text.startswith(
             "Members 1, 3 won under a tenth of the fair share (40% of the examples) for 3 epochs"
         )
-        for cure in ("larger overlap", "smaller beta", "warm start", "feature sharing"):
+        for cure in ("larger overlap", "smaller beta", "warm start"):
             assert cure in text
         assert alarm.warning([4]).startswith("Member 4 won")
 

@@ -134,8 +134,8 @@ class DeadMembers:
         return (
             f"{'Members' if len(members) > 1 else 'Member'} {names} won under a tenth of the fair share "
             f"({self.fair_share:.0%} of the examples) for {self.patience} epochs: next to nothing is learned "
-            "there. Try a larger overlap, a smaller beta, a warm start (a few epochs as an independent "
-            "ensemble) or feature sharing."
+            "there. Try a larger overlap, a smaller beta or a warm start (a few epochs as an independent "
+            "ensemble)."
         )
 
     def state(self) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from typing import Any
 
 from .evidence import Evidence, Records
 from .paper import TARGETS
+from .recipes import RECIPES
 from .records import Record
-from .specialists import median_entropy, pooled, specialisation
+from .specialists import median_entropies, specialisation
 
 HOLDS, FAILS, UNMEASURED = "holds", "does not hold", "not yet measured"
-NEARLY = "holds, within the noise"
+NEARLY, UNKNOWN = "holds, within the noise", "holds, noise not known"
 UNDECIDED = "cannot be told"  # it goes the other way, and that may be chance
 LEFT_OUT = "left out"  # of a part alone
 
@@ -24,7 +25,7 @@ ENOUGH = 0.5  # of a printed reduction: the sign alone would call noise a succes
 FLAT = 1.0  # percent; a change below it is none
 REPAIRED = 0.9  # of the distance from MCL's top-1 error to that of IE
 ALMOST = 1.25  # times the training time: "almost the same"
-RIVALS = ("IE", "MCL")  # with which costs are compared
+RIVALS, FASTER = ("IE", "MCL"), "the faster of IE and MCL"  # with which costs are compared
 LONG = 120.0  # seconds; in shorter runs starting and compiling weigh more than the method
 SPECIAL, ALIKE = 50.0, 20.0  # points between a class's best and worst member: specialists above, none below
 SURE, UNSURE = 1 / 3, 2 / 3  # of the largest entropy, for the median
@@ -37,7 +38,7 @@ class Part:
     text: str  # what must be so
     holds: bool | None = None  # None: not yet measured
     found: str = ""  # the numbers
-    noise: bool = False  # the numbers differ by no more than chance may
+    chance: str = ""  # why the numbers may differ by chance alone, as `Evidence.chance` says it
     left_out: bool = False  # measured, told, and not counted
 
     @property
@@ -48,8 +49,8 @@ class Part:
         if self.holds is None:
             return UNMEASURED
         if self.holds:
-            return NEARLY if self.noise else HOLDS
-        return UNDECIDED if self.noise else FAILS
+            return f"{HOLDS}, {self.chance}" if self.chance else HOLDS
+        return UNDECIDED if self.chance else FAILS
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Verdict:
     def status(self) -> str:
         """Fails with any part that fails, holds when all do."""
         found = [part.status for part in self.parts]
-        weakest = (FAILS, UNMEASURED, UNDECIDED, NEARLY)
+        weakest = (FAILS, UNMEASURED, UNDECIDED, UNKNOWN, NEARLY)
         return next((status for status in weakest if status in found), HOLDS)
 
     @property
@@ -104,7 +105,7 @@ def _lower(
     share, chance = _gain(other, mine), found.chance(cell, rival, key)
     beside = "" if printed is None else f"; paper: {printed:.2f} % lower"
     holds = share >= least and share > 0
-    return Part(text, holds, _change(other, mine, chance) + beside, noise=bool(chance))
+    return Part(text, holds, _change(other, mine, chance) + beside, chance)
 
 
 def _flat(found: Evidence, what: str, few: str, many: str, *, flat: bool = True) -> Part:
@@ -115,8 +116,8 @@ def _flat(found: Evidence, what: str, few: str, many: str, *, flat: bool = True)
         return Part(text)
     gain, chance = _gain(before, after), found.chance(few, many)
     holds = abs(gain) < FLAT if flat else gain >= FLAT
-    noise = bool(chance) and not (flat and holds)  # to differ by no more is what "flat" claims
-    return Part(text, holds, _change(before, after, chance), noise)
+    counts = not (flat and holds)  # to differ by no more is what "flat" claims
+    return Part(text, holds, _change(before, after, chance), chance if counts else "")
 
 
 def _mean(text: str, values: list[float], bound: float, *, below: bool, form: str) -> Part:
@@ -137,8 +138,9 @@ def _change(before: Mapping[str, Any], after: Mapping[str, Any], chance: str) ->
     gain = _gain(before, after)
     word = "lower" if gain >= 0 else "higher"
     text = f"{after['mean']:.2f} against {before['mean']:.2f} %: {abs(gain):.1f} % {word}"
-    single = before["n"] == after["n"] == 1
-    return f"{text}{chance and f', {chance}'}{' (single runs)' if single else ''}"
+    n = after["n"], before["n"]
+    runs = " (single runs)" if max(n) == 1 else f" (n = {n[0]} and {n[1]})" if min(n) == 1 else ""
+    return f"{text}{chance and f', {chance}'}{runs}"
 
 
 def _abstract(found: Evidence, printed: list[float]) -> Iterator[Part]:
@@ -171,26 +173,28 @@ def _table2(found: Evidence, printed: list[float]) -> Iterator[Part]:
 
 
 def _cost(found: Evidence, printed: list[float]) -> Iterator[Part]:
-    """Runs that differ in nothing but the method: same network, data, length, device, seeds together.
+    """The paper's runs that differ in the method alone: same data, network, length, device, seeds together.
 
     Of several the fastest counts: the others may have had company on the device.
     """
     compared = 0
     for (data, network, members, *_), seconds in _times(found.records).items():
-        other = min((min(times) for name, times in seconds.items() if name in RIVALS), default=0.0)
+        rivals = [time for name, times in seconds.items() if name in RIVALS for time in times]
+        other = min(rivals, default=0.0)
         for name, times in seconds.items():
             mine = min(times)
             if name in RIVALS or not min(mine, other):
                 continue
-            text = f"{data}, {members} {network}: {name} takes at most {ALMOST:g} times as long as IE or MCL"
-            numbers = f"{mine:.0f} against {other:.0f} s: {mine / other:.2f} times"
+            text = f"{data}, {members} {network}: {name} takes at most {ALMOST:g} times as long as {FASTER}"
+            runs = f"{len(times)} and {len(rivals)} runs"
+            numbers = f"{mine:.0f} against {other:.0f} s, the fastest of {runs}: {mine / other:.2f} times"
             if min(mine, other) < LONG:
-                yield Part(text, found=f"{numbers}; under {LONG:.0f} s, mostly compiling", left_out=True)
+                yield Part(text, found=f"{numbers}; under {LONG:.0f} s, too short to compare", left_out=True)
             else:
                 compared += 1
                 yield Part(text, mine <= ALMOST * other, numbers)
     if not compared:
-        yield Part(f"CMCL takes at most {ALMOST:g} times as long as IE or MCL")
+        yield Part(f"CMCL takes at most {ALMOST:g} times as long as {FASTER}")
 
 
 def _times(records: Sequence[Record]) -> dict[tuple[Any, ...], dict[str, list[float]]]:
@@ -199,7 +203,8 @@ def _times(records: Sequence[Record]) -> dict[tuple[Any, ...], dict[str, list[fl
     for r in records:
         name = r.recipe["method"].upper() + (" with feature sharing" if r.recipe.get("sharing") else "")
         compares = name in RIVALS or name.startswith("CMCL")  # the paper's IE shares nothing
-        ours = r.complete and r.name.startswith(("cifar10", "svhn", "icoseg"))
+        printed = r.name.startswith(("cifar10", "svhn", "icoseg")) and r.name in RECIPES
+        ours = printed and r.complete and r.recipe_hash == RECIPES[r.name].hash
         if ours and compares and not r.recipe.get("adversarial"):
             alike = (*(r.recipe.get(key) for key in ("data", "network", "members")), r.steps, r.device)
             methods = times.setdefault((*alike, r.precision, len(r.together)), {})
@@ -218,22 +223,27 @@ def _figure1(found: Evidence, printed: list[float]) -> Iterator[Part]:
 
 def _figure2(found: Evidence, printed: list[float]) -> Iterator[Part]:
     for panel, title, group, sure in (
-        ("fig2b", "CMCL on own classes", "specialised", True),
-        ("fig2b", "CMCL on other classes", "other", False),
-        ("fig2b", "CMCL on SVHN", "outside", False),
-        ("fig2a", "MCL on own classes", "specialised", True),
-        ("fig2a", "MCL on other classes", "other", True),
-        ("fig2a", "MCL on SVHN", "outside", True),
+        ("fig2b", "each CMCL member on its own classes", "specialised", True),
+        ("fig2b", "each CMCL member on the other classes", "other", False),
+        ("fig2b", "each CMCL member on SVHN", "outside", False),
+        ("fig2a", "each MCL member on its own classes", "specialised", True),
+        ("fig2a", "each MCL member on the other classes", "other", True),
+        ("fig2a", "each MCL member on SVHN", "outside", True),
         ("fig2c", "IE with adversarial training on SVHN, averaged", "averaged_outside", True),
     ):
-        bound = "below a third" if sure else "above two thirds"
-        text = f"{title}: median entropy {bound} of the largest"
-        medians = [
-            share
-            for record in found.in_figure(panel)
-            if (share := median_entropy(pooled(record, group))) is not None
-        ]
-        yield _mean(text, medians, SURE if sure else UNSURE, below=sure, form="{:.2f} of the largest")
+        medians = [m for record in found.in_figure(panel) for m in median_entropies(record, group)]
+        yield _each(title, medians, sure=sure)
+
+
+def _each(title: str, medians: Sequence[float], *, sure: bool) -> Part:
+    """Every median is low, or high: the paper speaks of each member, and a mean hides the odd one out."""
+    text = f"{title}: median entropy {'below a third' if sure else 'above two thirds'} of the largest"
+    if not medians:
+        return Part(text)
+    so = [median < SURE if sure else median > UNSURE for median in medians]
+    low, high = (f"{bound:.2f}" for bound in (min(medians), max(medians)))
+    numbers = f"{low if low == high else f'{low} to {high}'} of the largest"
+    return Part(text, all(so), numbers if len(so) == 1 else f"{sum(so)} of {len(so)}: {numbers}")
 
 
 def _figure4a(found: Evidence, printed: list[float]) -> Iterator[Part]:

@@ -20,6 +20,13 @@ def pooled(record: Record, group: str) -> list[float]:
     return [sum(counts) for counts in zip(*found, strict=True)]
 
 
+def median_entropies(record: Record, group: str) -> list[float]:
+    """`median_entropy` of each member that has answers in a group, or of the averaged answer."""
+    found = record.entropy.get(group, [])
+    medians = map(median_entropy, [found] if group.startswith("averaged") else found)
+    return [median for median in medians if median is not None]
+
+
 def median_entropy(histogram: Sequence[float]) -> float | None:
     """The median's place as a share of the range, by linear interpolation in its bin."""
     half, below = sum(histogram) / 2, 0.0

@@ -6,7 +6,7 @@ from .gather import Run
 
 CURE = (
     "A member that wins no examples learns nothing, and the ensemble is smaller than it looks. Try a larger "
-    "overlap, a smaller beta, a warm start (a few epochs as an independent ensemble) or feature sharing."
+    "overlap, a smaller beta or a warm start (a few epochs as an independent ensemble)."
 )
 
 

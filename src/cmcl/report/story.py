@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..experiments.claims import FAILS, HOLDS, NEARLY, UNDECIDED, Verdict
+from ..experiments.claims import FAILS, HOLDS, NEARLY, UNDECIDED, UNKNOWN, Verdict
 from ..experiments.evidence import Evidence, Records
 from ..experiments.paper import TARGETS
 from ..experiments.records import Record, distinct
@@ -18,7 +18,7 @@ def title(evidence: Evidence) -> str:
     if not measured:
         return f"{PAPER}: nothing measured yet"
     whole = measured == printed
-    return f"{PAPER}, measured again" if whole else f"{PAPER}: {measured} of {printed} numbers measured again"
+    return f"{PAPER}, measured again" if whole else f"{PAPER}: {measured} of {printed} cells measured again"
 
 
 def _measured(evidence: Evidence) -> tuple[int, int]:
@@ -70,13 +70,14 @@ def how_far(records: Records, verdicts: Sequence[Verdict]) -> str:
     """How much of the paper is measured."""
     measured, printed = _measured(Evidence.of(records))
     statuses = [verdict.status for verdict in verdicts]
-    held, near, failed, open_ = map(statuses.count, (HOLDS, NEARLY, FAILS, UNDECIDED))
+    held, failed, open_ = map(statuses.count, (HOLDS, FAILS, UNDECIDED))
+    near = statuses.count(NEARLY) + statuses.count(UNKNOWN)
     rest = len(verdicts) - held - near - failed - open_
-    noise = f" ({near} within the noise)" if near else ""
+    noise = f" ({near} by differences that may be chance)" if near else ""
     undecided = f"{open_} cannot be told from the runs there are, " if open_ else ""
     return (
-        f"{measured} of the {printed} cells of Tables 1 to 3 are measured. Of the paper's "
-        f"{len(verdicts)} claims {held + near} held up{noise}, {failed} did not, {undecided}"
+        f"{measured} of the {printed} cells of Tables 1 to 3 are measured. Of {len(verdicts)} claims of the "
+        f"paper {held + near} held up{noise}, {failed} did not, {undecided}"
         f"{rest} are not yet measured in full."
     )
 
