@@ -50,8 +50,9 @@ RESNET = replace(
     weight_decay=1e-4,
     drops=((0.5, 0.1), (0.75, 0.1)),
 )
-# How the paper prepares SVHN was never published. Not whitened: it has little fine structure, and on held-out
-# images whitening made half as many errors again (results/svhn-preprocessing.txt).
+# The paper's text whitens both sets; what it really did to SVHN was never published. Not whitened here: SVHN
+# has little fine structure, and whitened it had half as many errors again on held-out images
+# (results/svhn-preprocessing.txt).
 SVHN: dict[str, Any] = {"data": "svhn", "preprocess": "mean_std"}
 SVHN_STEPS = {"vggnet17": 58_200, "googlenet18": 58_200, "resnet20": 93_120}
 FCN = Recipe(
