@@ -40,8 +40,8 @@ def reproduce(
         str | None,
         typer.Option(
             metavar="heldout|test",
-            help="Try CMCL with the paper's betas and Ks; choose on held-out data, or on the test set as the "
-            "paper did.",
+            help="Try CMCL with the paper's betas and Ks; choose on held-out data, or on the test set, "
+            "as the paper presumably did.",
         ),
     ] = None,
     device: Device = "auto",
@@ -151,6 +151,8 @@ def _spread(value: dict[str, Any]) -> str:
 
 
 def _print_plan(jobs: "list[Job]", as_json: bool) -> None:
+    import torch
+
     if as_json:
         keys = ("name", "seeds", "cells", "seconds", "done", "device")
         print_json([{key: getattr(job, key) for key in keys} for job in jobs])
@@ -167,7 +169,8 @@ def _print_plan(jobs: "list[Job]", as_json: bool) -> None:
     ]
     print_table(("recipe", "seeds", "fills", ">expected", ">done"), rows)
     total = _duration(sum(job.seconds for job in jobs))
-    typer.echo(f"\n{len(jobs)} runs, {total} in all, on {jobs[0].device}." if jobs else "Nothing is missing.")
+    where = f"{jobs[0].device}{'' if torch.cuda.is_available() else ' (no GPU was found)'}" if jobs else ""
+    typer.echo(f"\n{len(jobs)} runs, {total} in all, on {where}." if jobs else "Nothing is missing.")
 
 
 def _duration(seconds: float) -> str:
@@ -206,7 +209,7 @@ def _choice(cells: "Sequence[Cell]", results: Path, how: str | None) -> dict[str
 def _describe_choice(name: str, choice: dict[str, Any] | None) -> str:
     if choice is None:
         return f"{name}: the search is not finished"
-    on = "the test set, as the paper chose" if choice["chosen_on"] == "test" else "held-out data"
+    on = "the test set, as the paper presumably chose" if choice["chosen_on"] == "test" else "held-out data"
     best = f"beta {choice['beta']:g}, K {choice['overlap']}"
     return (
         f"{name}: {best}, chosen on {on} (top-1 {_spread(choice['top1'])} % there). On all data: "

@@ -92,7 +92,8 @@ def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor's kind and threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.processor() or platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def commit() -> str | None:

@@ -48,7 +48,7 @@ def search(cells: Sequence[Cell], *, on_test: bool = False) -> dict[str, list[Ce
     """For every CMCL recipe of these cells, a cell for each beta and K that the paper tried.
 
     Part of the training set is held out to choose by; with `on_test` nothing is, and the choice is made on
-    the test set, as the paper made it. Such recipes have it in their names.
+    the test set, as the paper presumably made it. Such recipes have it in their names.
     """
     names = dict.fromkeys(cell.name for cell in cells if cell.recipe.method == "cmcl")
     held_out = 0.0 if on_test else HELD_OUT

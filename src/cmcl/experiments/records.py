@@ -211,7 +211,7 @@ def spread(values: Sequence[float]) -> dict[str, float | int | None]:
 
 
 def choose(records: Iterable[Record], *, on: str = "validation") -> dict[str, Any]:
-    """The recipe with the lowest mean top-1 error on held-out data, or on="test", as the paper chose."""
+    """The recipe with the lowest mean top-1 error on held-out data, or on="test", the test set."""
     if on not in {"validation", "test"}:
         raise ValueError(f"on must be 'validation' or 'test'. Got {on!r}.")
     errors: dict[str, list[float]] = {}

@@ -30,7 +30,7 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     galleries: list[Gallery] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # what should be here and is not measured
+    missing: list[str] = field(default_factory=list)  # what should be here, and why it is not
 
 
 def sections(material: Material, verdicts: list[Verdict]) -> list[Section]:
@@ -79,18 +79,18 @@ def _figures(material: Material) -> Section:
             continue
         cells = [cell for cell in CELLS if cell.where[0].startswith(f"fig{id}")]
         begun = any(material.evidence.standing(cell.id) for cell in cells)
-        section.missing.append(_missing(id, "only single points so far" if begun else ""))
+        section.missing.append(_missing(id, "only single points so far" if begun else "not measured yet"))
     pictured = _pictured([run for run in material.runs if run.data == "icoseg"])
     section.galleries = [gallery(run, f"figure3-{i}") for i, run in enumerate(pictured)]
     if not pictured:
-        section.missing.append(_missing("3", "pictures are in run folders, so name those too"))
+        shown = "its pictures are in run folders, so name those too"
+        section.missing.append(_missing("3", shown))
     section.missing.sort()
     return section
 
 
 def _missing(figure: str, hint: str) -> str:
-    text = f"Figure {figure}: {TARGETS['figures'][figure]}"
-    return f"{text} ({hint})" if hint else text
+    return f"Figure {figure}: {TARGETS['figures'][figure]} ({hint})"
 
 
 def paper_figures(evidence: Evidence) -> dict[str, Figure | None]:
