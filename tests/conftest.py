@@ -8,6 +8,7 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
 
 from cmcl import cli
 
@@ -16,6 +17,12 @@ from cmcl import cli
 def own_cache(tmp_path_factory, monkeypatch):
     """What is preprocessed goes to a folder of this test run, never to the user's."""
     monkeypatch.setenv("CMCL_CACHE", str(tmp_path_factory.getbasetemp() / "cmcl-cache"))
+
+
+@pytest.fixture(autouse=True)
+def same_draws():
+    """A test draws the same numbers whatever ran before it in its process: what fails, fails again."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -46,7 +46,9 @@ def test_a_dry_run_lists_cells_with_their_costs(reproduce):
         cell.name for cell in CELLS if cell.where[0] == "table1"
     ]
     assert lines[-1].startswith("5 runs, ")
-    assert re.search(r" in all, on .*\d threads?( \(no GPU was found\))?\.$", lines[-1]), "which device it would be"
+    assert re.search(r" in all, on .*\d threads?( \(no GPU was found\))?\.$", lines[-1]), (
+        "which device it would be"
+    )
     code, out, _ = reproduce("table1", "--dry-run", "--json", "--seeds", 2)
     jobs = json.loads(out)
     assert code == 0

@@ -77,6 +77,31 @@ def test_the_page_shows_it(trained, tmp_path):
     assert "mine" in page
 
 
+def test_a_run_that_was_cut_short_is_not_complete(trained, tmp_path):
+    _, ensemble, test, recipe, _ = trained
+    planned = replace(recipe, epochs=None, steps=1000)
+    for steps, whole in ((5, False), (1000, True)):
+        result = cmcl.Result(steps=steps, seconds=1.0)
+        assert (
+            cmcl.record(tmp_path / str(steps), ensemble, test, recipe=planned, result=result).complete
+            is whole
+        )
+
+
+def test_what_cannot_be_recorded(trained, tmp_path):
+    _, ensemble, test, recipe, result = trained
+    with pytest.raises(
+        TypeError, match="must be one Ensemble. Got list. Of several, record each with its seed"
+    ):
+        cmcl.record(tmp_path, [ensemble], test, recipe=recipe, result=result)
+    ensemble.share_at_test = "off"
+    try:
+        with pytest.raises(ValueError, match="share_at_test must be .* Got 'off'. cmcl.evaluate measures it"):
+            cmcl.record(tmp_path, ensemble, test, recipe=recipe, result=result)
+    finally:
+        ensemble.share_at_test = "expected"
+
+
 def test_a_task_is_told_by_all_that_a_partial_holds(tmp_path):
     def weighted(weights, power, logits, targets):
         return F.cross_entropy(logits, targets, weights, reduction="none") ** power

@@ -148,8 +148,14 @@ def test_seeds_have_their_mean_before_them():
 def test_only_like_runs_have_a_mean_and_each_seed_counts_once():
     one, two = (made_record("digits-ie", seed, top1=2.0 + 2 * seed) for seed in (0, 1))
     elsewhere = replace(two, name="another-folder")
-    (mean, *_) = tables.summary_table([one, elsewhere, one]).rows
+    assert len(tables.summary_table([one, elsewhere, one]).rows) == 2, (
+        "a loop of one's own may do other things"
+    )
+    told = [replace(record, learned_from="1,438 examples") for record in (one, elsewhere, one)]
+    (mean, *_) = tables.summary_table(told).rows
     assert texts(mean)[:2] == ["digits-ie, another-folder: mean", "3.00 ± 1.41"]
+    numbered = [replace(record, name=f"mine-seed{record.seed}") for record in (one, two)]
+    assert texts(tables.summary_table(numbered).rows[0])[0] == "mine-seed0, mine-seed1: mean"
     unlike = ({"task": "smooth"}, {"test_examples": 7}, {"full_length": False})
     for other in (replace(two, **changes) for changes in unlike):
         rows = tables.summary_table([one, other]).rows

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from cmcl import Ensemble, Recipe, fit
+from cmcl import Ensemble, Recipe, fit, record
 from cmcl.data import Dataset
 from cmcl.data.dataset import few
 from cmcl.data.preprocess import MeanStd
@@ -277,11 +277,35 @@ def test_other_batches_are_not_resumed(tmp_path):
 
     with before_step(4, interrupt), pytest.raises(Interrupted):
         fit(apart(), loader(8), recipe=LINEAR, out=tmp_path, options=QUIET)
-    for train in (loader(4), data()):
-        with pytest.raises(
-            ValueError, match="data must be that of the run to be resumed, 5 batches of 8. Got"
-        ):
+    for train, message in (
+        (loader(4), "recipe must be that of the run to be resumed, batch_size=8. Got batch_size=4"),
+        (data(), "data must be that of the run to be resumed, 5 batches of 8. Got"),
+    ):
+        with pytest.raises(ValueError, match=message):
             fit(apart(), train, recipe=LINEAR, out=tmp_path, resume=True, options=QUIET)
+
+
+def test_a_loader_decides_the_batch_size_and_is_recorded(tmp_path):
+    loader = DataLoader(TensorDataset(*data()), 10)
+    result = fit(ensemble := apart(), loader, recipe=LINEAR, options=QUIET)
+    assert LINEAR.batch_size != 10
+    assert result.batch_size == 10
+    assert record(tmp_path, ensemble, data(), recipe=LINEAR, result=result).recipe["batch_size"] == 10
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_numbers_that_are_none_are_told_before_the_first_step(value):
+    images, targets = data()
+    images = images.clone()
+    images[5, 0] = images[9, 0] = value
+    with pytest.raises(ValueError, match="train images must be finite. Got .* in 2 of .*, first in number 5"):
+        fit(apart(), (images, targets), recipe=LINEAR, options=QUIET)
+
+
+def test_rows_are_not_taken_for_channels():
+    images = torch.randint(255, (8, 6, 6, 3), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"looks like channels last: pass images.permute\(0, 3, 1, 2\)"):
+        fit(apart(), (images, torch.zeros(8).long()), recipe=LINEAR, options=QUIET)
 
 
 def test_another_recipe_is_told_by_what_differs(tmp_path):

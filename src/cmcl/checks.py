@@ -205,6 +205,19 @@ def inputs(x: Tensor) -> Tensor:
     return x
 
 
+def finite(name: str, examples: Tensor) -> None:
+    """Neither NaN nor infinity among examples (N, ...)."""
+    if not examples.is_floating_point() or not examples.numel():
+        return
+    if torch.stack(examples.aminmax()).isfinite().all():  # in one pass, and without a copy of them
+        return
+    bad = (~examples.reshape(len(examples), -1).isfinite().all(1)).nonzero().flatten().tolist()
+    raise ValueError(
+        f"{name} must be finite. Got NaN or infinity in {len(bad)} of {len(examples)} examples, first in "
+        f"number {bad[0]}. Clean them, or leave them out."
+    )
+
+
 def is_pair(value: object) -> bool:
     """Whether it is two tensors, as (images, targets) are."""
     return isinstance(value, tuple | list) and len(value) == 2 and all(map(torch.is_tensor, value))

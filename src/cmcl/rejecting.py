@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import checks, metrics
+from .telling import tell
 
 ABSTAIN = -1  # in the place of a class
 LEVELS = 20  # coverages that `calibrate` tries: 5 %, 10 %, ..., 100 %
@@ -217,7 +218,13 @@ def temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int | No
         return metrics.nll(probs, targets, ignore_index=ignore_index)
 
     # Convex in 1 / T, so there is one minimum; beyond a factor of 20 nothing is left of the answer.
-    found = minimize_scalar(cost, bounds=(-math.log(20), math.log(20)), method="bounded")
+    widest = math.log(20)
+    found = minimize_scalar(cost, bounds=(-widest, widest), method="bounded")
+    if abs(found.x) > widest - 1e-3:
+        tell(
+            f"the temperature, {math.exp(found.x):.3g}, is the end of its range: these examples have no best "
+            "one. Where none of them is answered wrong, any surer answer looks better; give it more."
+        )
     return math.exp(found.x)
 
 

@@ -6,12 +6,13 @@ R repeats (seeds) of one ensemble train together; N examples.
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from .. import checks
 from ..ensemble import Ensemble
@@ -44,6 +45,7 @@ class Result:
     scores: list[dict[str, float]] = field(default_factory=list)  # on the test data, by repeat, in percent
     task: str | None = None  # the name of a task loss of the user's own
     data: str | None = None  # what was learned from, as far as it can be told in words
+    batch_size: int | None = None  # as it was; None: not known
 
     def __post_init__(self) -> None:
         self.steps, self.seconds = index(self.steps), float(self.seconds)
@@ -73,6 +75,8 @@ class Run:
         task: TaskLoss | None = None,
         ignore_index: int | str | None = AUTO,
     ) -> None:
+        if isinstance(train, DataLoader) and train.batch_size:  # it decides, and records shall tell the truth
+            recipe = replace(recipe, batch_size=train.batch_size)
         self.recipe, self.options, self.test, self.task = recipe, options, test, task
         self.device = find_device(options.device)
         check_kind("train", train)
@@ -130,6 +134,7 @@ class Run:
             scores,
             task=self.state.task,
             data=self.source.told,
+            batch_size=self.recipe.batch_size,
         )
 
     def _epoch(self, epoch: int, step: Step | Captured) -> None:
@@ -234,7 +239,8 @@ class Run:
                 raise Diverged(
                     f"{self._whose(seed)}the loss of member {members}, or its gradient, is NaN or infinite "
                     f"at step {step}, with lr {self._lr(step):.3g}. The weights are those before it; so is a "
-                    "checkpoint, if there is one. Try a smaller lr, clip=1, or precision='float32'."
+                    "checkpoint, if there is one. Try a smaller lr, clip=1, or precision='float32'"
+                    f"{'' if isinstance(self.source, Resident) else '; or look for NaN in what is loaded'}."
                 )
 
     def _open(self, stack: ExitStack, out: Path | None, resume: bool) -> None:

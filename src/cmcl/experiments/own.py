@@ -1,7 +1,7 @@
 """A run of your own, measured: what `cmcl report` shows of named recipes, for any network and any inputs."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from operator import index
 from pathlib import Path
@@ -68,7 +68,10 @@ def record(
         outside: inputs of a kind that it has never seen.
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is one anyway.
     """
+    _check_ensemble(ensemble)
     folder, recipe, seed = Path(folder), fitting(recipe, ensemble), _seed(result, seed)
+    if result.batch_size is not None:
+        recipe = replace(recipe, batch_size=result.batch_size)  # a DataLoader's may be another
     own = folder if len(result.seeds) == 1 else folder / f"seed{seed}"  # as `cmcl train` does
     if isinstance(test, Dataset) and ignore_index is not None:
         raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
@@ -81,7 +84,7 @@ def record(
         recipe=recipe.to_json(),
         recipe_hash=recipe.hash,
         seed=seed,
-        full_length=True,
+        full_length=recipe.steps is None or result.steps >= recipe.steps,
         full_test=True,
         test_examples=len(data.images),
         checksums={"test": tensor_checksum({"images": data.images, "targets": data.targets})},
@@ -100,6 +103,19 @@ def record(
         write_gallery(own / "gallery", answers.test, data, data.images)
     made.save(own / "record.json")
     return made
+
+
+def _check_ensemble(ensemble: Any) -> None:
+    if not isinstance(ensemble, Ensemble):
+        raise TypeError(
+            f"ensemble must be one Ensemble. Got {checks.kind(ensemble)}. Of several, record each with its "
+            "seed: for one, seed in zip(ensembles, seeds): cmcl.record(..., seed=seed)."
+        )
+    if ensemble.share_after is not None and ensemble.share_at_test == "off":
+        raise ValueError(
+            "ensemble.share_at_test must be 'expected' or 'sampled' in a record, which holds the errors of "
+            "these two. Got 'off'. cmcl.evaluate measures it."
+        )
 
 
 def _seed(result: Result, seed: int | None) -> int:

@@ -5,6 +5,7 @@ method (learning rate, optimiser, batch size) may differ. M members.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -30,11 +31,13 @@ def of_runs(records: Sequence[Record]) -> list[str]:
 def repeats(records: Sequence[Record]) -> list[list[Record]]:
     """Runs that differ in nothing but the seed.
 
-    Where a seed comes twice they differ in something that no record tells; only names tell them apart then.
+    Of a loop of one's own no record tells all that it did, so its runs must be called alike too, but for a
+    number at the end. Where a seed comes twice they differ in something; only names tell them apart then.
     """
     alike: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
-        alike.setdefault((kind(record), record.recipe_hash, str(record.complete)), []).append(record)
+        name = "" if record.learned_from else _unnumbered(record.name)
+        alike.setdefault((kind(record), record.recipe_hash, str(record.complete), name), []).append(record)
     found: list[list[Record]] = []
     for group in chain.from_iterable(map(_by_what_was_learned, alike.values())):
         names = dict.fromkeys(record.name for record in group)
@@ -42,6 +45,11 @@ def repeats(records: Sequence[Record]) -> list[list[Record]]:
         for one in [group] if _each_seed_once(group) else named:
             found += [one] if _each_seed_once(one) else [[record] for record in one]
     return found
+
+
+def _unnumbered(name: str) -> str:
+    """mine of mine-seed2: loops of one's own often leave a folder for each seed."""
+    return re.sub(r"[-_ ]*(seed|run)?[-_ ]*\d+$", "", name)
 
 
 def _each_seed_once(records: Sequence[Record]) -> bool:
