@@ -467,6 +467,15 @@ def test_members_that_learned_nothing_are_told(tmp_path):
     assert "learned next to nothing" not in page_of(healthy, out=tmp_path)
 
 
+def test_runs_that_were_not_measured_have_no_tables(tmp_path):
+    folder = save_run(tmp_path / "mine", made_record("digits-ie"))
+    (folder / "record.json").unlink()
+    with pytest.raises(ValueError, match="must have records for tables. Got runs that were not measured"):
+        report.write([folder], tmp_path / "tables.md", format="md")
+    assert not (tmp_path / "tables.md").exists()
+    assert "Training curves" in page_of(folder, out=tmp_path)
+
+
 def test_what_is_worse_or_left_out_can_be_seen(tmp_path):
     records = [made_record("svhn-resnet20-ie", top1=4.79)]  # the paper has 3.94
     records += [made_record(f"icoseg-fcn-m5-{m}", classes=2, seconds=20.0) for m in ("ie", "cmcl")]

@@ -31,6 +31,11 @@ def write(sources: Sequence[str | Path], out: str | Path, *, format: str = "html
         save(material, out, format)
         return out
     text = text_of(material)
+    if not text.strip():
+        raise ValueError(
+            "runs must have records for tables. Got runs that were not measured: cmcl.record does that; or "
+            "write a page (html), which shows how they learned."
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as part:
         part.write_text(text, encoding="utf-8")
