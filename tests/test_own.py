@@ -128,6 +128,18 @@ def test_a_loop_of_ones_own(tmp_path):
     assert "| own |" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
 
 
+def test_curves_of_a_loop_of_ones_own(trained, tmp_path):
+    """And of a `fit` without a folder; what was there of an earlier loop goes."""
+    _, ensemble, test, recipe, _ = trained
+    for losses in ((2.0, 1.0, 0.5), (1.5, 0.7)):
+        rows = [{"epoch": i, "loss": loss} for i, loss in enumerate(losses, start=1)]
+        result = cmcl.Result(steps=9, seconds=1.0, rows=rows)
+        cmcl.record(tmp_path / "mine", ensemble, test, recipe=recipe, result=result)
+        lines = (tmp_path / "mine" / "telemetry.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == rows
+    assert "Training curves" in cmcl.report.write([tmp_path], tmp_path / "r.html").read_text()
+
+
 def test_what_a_loop_says_of_itself():
     told = cmcl.Result(steps=np.int64(5), seconds=torch.tensor(0.5), seeds=np.arange(3, 5))
     assert (told.steps, told.seconds, told.seeds) == (5, 0.5, [3, 4])

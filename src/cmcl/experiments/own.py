@@ -1,6 +1,7 @@
 """A run of your own, measured: what `cmcl report` shows of named recipes, for any network and any inputs."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from operator import index
@@ -19,6 +20,7 @@ from ..data.dataset import IGNORE, Dataset
 from ..engine import Options, Result
 from ..engine.admission import fitting
 from ..engine.setup import Data
+from ..engine.telemetry import Telemetry
 from ..ensemble import Ensemble
 from ..recipe import Recipe
 from ..saving import saved_checksum
@@ -63,7 +65,7 @@ def record(
         test: inputs that it has not learned, with their targets: a `Dataset`, (inputs, targets) or a
             `DataLoader` of such pairs.
         recipe, result, options: what `fit` was given and what it returned. After a loop of your own, the
-            `Recipe` that tells what was done, and `Result(steps=..., seconds=...)`.
+            `Recipe` that tells what was done, and `Result(steps=..., seconds=...)`, with `rows` for curves.
         seed: which of those that `fit` was given, if there are several; they get folders of their own inside.
         outside: inputs of a kind that it has never seen.
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is one anyway.
@@ -101,8 +103,18 @@ def record(
     )
     if isinstance(data, Dataset):
         write_gallery(own / "gallery", answers.test, data, data.images)
+    if result.rows and not (folder / "checkpoints").exists():  # else `fit` wrote them, and those of before
+        _write_rows(folder / "telemetry.jsonl", result.rows)
     made.save(own / "record.json")
     return made
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """How the run learned, for the report's curves."""
+    telemetry = Telemetry(path)
+    telemetry.rewind(0)
+    for row in rows:
+        telemetry.write(row)
 
 
 def _check_ensemble(ensemble: Any) -> None:
