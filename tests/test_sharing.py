@@ -53,6 +53,17 @@ def test_expected_is_the_mean_of_sampled():
         torch.testing.assert_close(a.mean(0), b.mean(0), rtol=0, atol=0.03)
 
 
+@pytest.mark.parametrize("mode", ["sampled", "expected", "off"])
+def test_a_stacked_tensor_is_as_good_as_a_list(mode):
+    stacked = torch.stack(features(3, 2, 4))
+    both = [
+        share_features(h, mode=mode, generator=torch.Generator().manual_seed(0))
+        for h in (stacked, [*stacked])
+    ]
+    assert [len(mixed) for mixed in both] == [3, 3]
+    assert torch.stack(both[0]).equal(torch.stack(both[1]))
+
+
 def test_off_leaves_members_alone():
     h = features(3, 2, 4)
     assert all(a is b for a, b in zip(share_features(h, mode="off"), h, strict=True))
@@ -140,6 +151,8 @@ def test_compiles_in_one_graph(backend):
 
 WRONG = {
     "shapes differ": (dict(features=[torch.zeros(2, 3), torch.zeros(2, 4)]), r"Got \(2, 3\) from member 0 and \(2, 4\) from member 1"),
+    "none": (dict(features=[]), "features must hold one tensor a member. Got none"),
+    "none stacked": (dict(features=torch.zeros(0, 2, 3)), "features must hold one tensor a member. Got none"),
     "mode": (dict(mode="expect"), "mode must be one of 'sampled', 'expected', 'off'. Got 'expect'"),
     "prob": (dict(prob=1.5), "prob must be between 0 and 1. Got 1.5"),
     "masks shape": (dict(masks=torch.ones(2, 2, 3, dtype=torch.bool)), r"masks must be a boolean tensor of shape \(2, 2, 2, 3\)"),

@@ -141,11 +141,11 @@ def no_numbers(logits: Tensor) -> None:
         )
 
 
-def features(given: Sequence[Tensor], masks: Tensor | None, *, shared: bool) -> None:
+def features(given: Sequence[Tensor] | Tensor, masks: Tensor | None, *, shared: bool) -> None:
     """Features must agree in shape; masks, only where they are `shared`, are (M, M, B, ...) boolean."""
     if masks is not None and not shared:
         raise ValueError("masks must be left out where no features are shared. Got some.")
-    if not given:
+    if not len(given):  # of a stacked tensor, too, which is not true or false
         raise ValueError("features must hold one tensor a member. Got none.")
     for m, h in enumerate(given):
         if not isinstance(h, Tensor):

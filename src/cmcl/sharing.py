@@ -12,7 +12,7 @@ MODES = ("sampled", "expected", "off")
 
 
 def share_features(
-    features: Sequence[Tensor],
+    features: Sequence[Tensor] | Tensor,
     *,
     prob: float = 0.7,
     mode: str = "sampled",
@@ -24,7 +24,7 @@ def share_features(
     Masks are Bernoulli(prob) per value and ordered pair, not rescaled; gradients reach the others' stems.
 
     Args:
-        features: the members' features, M tensors (B, ...) of one shape.
+        features: the members' features, M tensors (B, ...) of one shape, or stacked, (M, B, ...).
         prob: lambda of the paper, the probability that a value is passed on.
         mode: "sampled" draws masks; "expected" puts `prob` in their place; "off" leaves each member alone.
         masks: (M, M, B, ...) boolean, to use instead: masks[n, m] is what m gets of n. n = m is not read.
