@@ -1,13 +1,15 @@
 """The ensemble as its users meet it: building, forward, predict, state."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from cmcl import Ensemble, share_features
+from cmcl import Ensemble, OneStem, share_features
+from cmcl.data.preprocess import MeanStd
 from cmcl.modes import in_eval
 from helpers import draw_masks
 
@@ -157,6 +159,17 @@ class TestForward:
     def test_the_place_of_sharing_is_fixed(self):
         with pytest.raises(AttributeError):
             Ensemble(Net, 2).share_after = "act"
+
+    @pytest.mark.parametrize("build", [Ensemble, partial(OneStem, stem="0")])
+    def test_raw_images_are_not_for_forward(self, build):
+        ensemble = build(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(18, 3)), 2)
+        images = torch.randint(256, (6, 1, 5, 5), dtype=torch.uint8)
+        ensemble.transform = MeanStd().fit(images)
+        with pytest.raises(TypeError, match=r"Got a torch.uint8 .* raw images. Call ensemble.predict\(x\)"):
+            ensemble(images)
+        ensemble.eval()
+        logits = torch.compile(ensemble, fullgraph=True, backend="aot_eager")(ensemble.transformed(images))
+        torch.testing.assert_close(logits.softmax(2), ensemble.predict(images).member_probs)
 
     def test_another_device(self):
         with pytest.raises(ValueError, match="x must be on cpu like the rest. Got meta"):

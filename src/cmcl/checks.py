@@ -197,11 +197,16 @@ def fitted(transform: T | None) -> T:
     return transform
 
 
-def inputs(x: Tensor) -> Tensor:
-    """An ensemble takes a tensor whose first axis is the batch."""
+def inputs(x: Tensor, transform: object = None) -> Tensor:
+    """An ensemble takes a tensor whose first axis is the batch; not raw, if `transform` is still to come."""
     if not isinstance(x, Tensor) or x.ndim == 0:
         cure = " Convert it by torch.from_numpy." if isinstance(x, np.ndarray) else ""
         raise TypeError(f"x must be a tensor with the batch on its first axis. Got {kind(x)}.{cure}")
+    if transform is not None and x.dtype == torch.uint8:
+        raise TypeError(
+            f"x must have gone through ensemble.transform. Got {kind(x)}, raw images. Call "
+            "ensemble.predict(x), which transforms them, or ensemble(ensemble.transformed(x))."
+        )
     return x
 
 

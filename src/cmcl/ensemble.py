@@ -65,7 +65,7 @@ class Ensemble(nn.Module):
         self, x: Tensor, *, masks: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...). `masks` and `generator` go to `share_features`."""
-        checks.same_device("x", checks.inputs(x), next(self.parameters(), x))
+        checks.same_device("x", checks.inputs(x, self.transform), next(self.parameters(), x))
         self._check_cut(x)
         return self._mixed(x, masks, generator)
 

@@ -103,7 +103,7 @@ class OneStem(Ensemble):
         self, x: Tensor, *, masks: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...), as `Ensemble.forward`."""
-        checks.same_device("x", checks.inputs(x), next(self.parameters(), x))
+        checks.same_device("x", checks.inputs(x, self.transform), next(self.parameters(), x))
         self._check_cut(x, place=self.share_after or self.stem, frozen=self.freeze)
         ((h, _),) = self.run([partial(self._stem.stem, self.members[0], x)])
         return self._mixed(h, masks, generator)
