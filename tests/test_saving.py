@@ -139,6 +139,33 @@ def test_a_folder_from_before_stems_and_outputs(saved):
     assert cmcl.load(saved[1]).predict(x).probs.equal(saved[0].predict(x).probs)
 
 
+class TestRunFolders:
+    def test_with_one_ensemble(self, saved):
+        ensemble, folder = saved
+        assert cmcl.load(folder.parent).state_dict().keys() == ensemble.state_dict().keys()
+
+    def test_an_ensemble_of_its_own_comes_first(self, saved):
+        ensemble, folder = saved
+        Ensemble(small, 2).save(folder / "ensemble")
+        assert len(cmcl.load(folder).members) == len(ensemble.members)
+
+    def test_with_several(self, saved, tmp_path):
+        for seed in (0, 1):
+            saved[0].save(tmp_path / "run" / f"seed{seed}" / "ensemble")
+        with pytest.raises(
+            FileNotFoundError, match="of several seeds: name one, .*run/seed0 or .*run/seed1."
+        ):
+            cmcl.load(tmp_path / "run")
+        assert len(cmcl.load(tmp_path / "run" / "seed1").members) == 3
+
+    def test_that_was_never_saved(self, tmp_path):
+        (tmp_path / "checkpoints").mkdir()
+        with pytest.raises(
+            FileNotFoundError, match="checkpoints only: fit with resume=True, then ensemble.sa"
+        ):
+            cmcl.load(tmp_path)
+
+
 def test_half_precision_comes_back_as_float32(saved, tmp_path):
     ensemble, _ = saved
     ensemble.half().save(tmp_path / "half")

@@ -102,13 +102,13 @@ def load(
     """Read an ensemble back from the folder that `Ensemble.save` wrote, in eval mode.
 
     Args:
-        path: the folder.
+        path: the folder, or that of a run with one saved ensemble.
         network: what builds a member, as for `Ensemble`; needed for networks that are not cmcl's own.
         output: what picks the logits, as for `Ensemble`; needed where it was saved with one.
         device: where the ensemble goes.
         root: folder of the data sets, to fit the images' transform again if it was too large to be saved.
     """
-    folder = Path(path)
+    folder = _saved_in(Path(path))
     config = _read_config(folder)
     if config["output"] and output is None:
         raise ValueError(
@@ -235,10 +235,28 @@ def _build(folder: Path, member: dict[str, Any]) -> nn.Module:
         raise ValueError(f"{folder} is damaged: its {name} cannot be built ({error}).") from error
 
 
+def _saved_in(folder: Path) -> Path:
+    """The ensemble of a run folder, or the folder itself, as the commands take them."""
+    inside = folder / "ensemble"
+    is_run = not (folder / "config.json").exists() and (inside / "config.json").is_file()
+    return inside if is_run else folder
+
+
+def _cure(folder: Path) -> str:
+    """What to do where a folder holds no ensemble itself."""
+    seeds = sorted(path.parent for path in folder.glob("seed*/ensemble"))
+    if seeds:
+        return f"It is a run of several seeds: name one, {' or '.join(map(str, seeds))}."
+    if (folder / "checkpoints").is_dir():
+        return "It holds checkpoints only: fit with resume=True, then ensemble.save or cmcl.record."
+    return ""
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} must be a folder written by Ensemble.save. It has no config.json.")
+        message = f"{folder} must be a folder written by Ensemble.save. It has no config.json."
+        raise FileNotFoundError(f"{message} {_cure(folder)}".strip())
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # broken JSON, or not even text
