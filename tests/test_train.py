@@ -703,9 +703,18 @@ class TestRefusals:
         return tmp_path
 
     def test_a_folder_with_a_run(self, folder):
-        with pytest.raises(ValueError, match="holds a run at step 4: resume it, or name another folder"):
+        with pytest.raises(
+            ValueError, match="holds one at step 4. Pass resume=True to go on with it, or name"
+        ):
             go(folder)
         assert Checkpoints(folder / "checkpoints").latest().step == 4
+
+    def test_a_folder_with_a_finished_run(self, folder):
+        go(folder, resume=True)
+        with pytest.raises(ValueError, match="at step 20, finished. Pass resume=True to have its weights"):
+            go(folder)
+        with pytest.raises(ValueError, match="at step 20. Pass resume=True to go on"):  # who knows how far
+            go(folder, recipe=replace(RECIPE, epochs=2))
 
     @pytest.mark.parametrize(
         ("changes", "message"),

@@ -51,8 +51,13 @@ class Keeper:
         if self.checkpoints is None or not (checkpoint := self.checkpoints.latest()):
             return
         if not resume:
+            same = checkpoint.state["recipe"] == self.state.facts()["recipe"]  # else: who knows its length?
+            finished = same and checkpoint.step >= self.steps
+            done = ", finished" if finished else ""
+            cure = "to have its weights again" if finished else "to go on with it"
             raise ValueError(
-                f"{self.out} holds a run at step {checkpoint.step}: resume it, or name another folder."
+                f"{self.out} must hold no run that is not to be resumed. It holds one at step "
+                f"{checkpoint.step}{done}. Pass resume=True {cure}, or name another folder."
             )
         self.state.restore(checkpoint)
         self._started = time.perf_counter() - checkpoint.state["seconds"]
