@@ -76,6 +76,11 @@ def test_public_names_exist_and_are_documented(name):
                 assert function.__doc__, f"{name}.{method}"
 
 
+def test_what_ends_a_run_has_one_class_under_both_names():
+    for name in ("Interrupted", "Diverged"):
+        assert getattr(cmcl, name) is getattr(cmcl.engine, name)
+
+
 def test_unknown_names():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         cmcl.nonsense  # noqa: B018

@@ -25,6 +25,8 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "Recipe": "recipe",
     "Options": "engine",
     "Result": "engine",
+    "Interrupted": "engine",
+    "Diverged": "engine",
     "fit": "engine",
     "evaluate": "engine",
     "record": "experiments.own",
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from . import rejecting as rejecting
     from . import report as report
     from . import tuning as tuning
+    from .engine import Diverged as Diverged
+    from .engine import Interrupted as Interrupted
     from .engine import Options as Options
     from .engine import Result as Result
     from .engine import evaluate as evaluate
