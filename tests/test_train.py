@@ -149,6 +149,7 @@ class TestRows:
             (epoch, 5 * epoch, seed) for epoch in (1, 2, 3, 4) for seed in (5, 6)
         ]
         assert [row["loss"] for row in result.rows] == [row["loss"] for row in rows]
+        assert "loss" not in repr(result), "a person who prints it is not to read all of the telemetry"
         assert result.steps == 20
         assert result.seconds > 0
 

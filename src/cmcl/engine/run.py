@@ -41,7 +41,8 @@ class Result:
     steps: int
     seconds: float  # over all the times the run was resumed
     seeds: list[int] = field(default_factory=lambda: [0])  # of the repeats
-    rows: list[dict[str, Any]] = field(default_factory=list)  # telemetry of this call, by epoch and repeat
+    # telemetry of this call, by epoch and repeat; too much to print
+    rows: list[dict[str, Any]] = field(default_factory=list, repr=False)
     scores: list[dict[str, float]] = field(default_factory=list)  # on the test data, by repeat, in percent
     task: str | None = None  # the name of a task loss of the user's own
     data: str | None = None  # what was learned from, as far as it can be told in words
