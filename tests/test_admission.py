@@ -80,8 +80,26 @@ class TestData:
         images, targets = data()
         with pytest.raises(ValueError, match=r"must take an example of train. Got torch.float64 of shape"):
             fit(apart(), (images.double(), targets), recipe=LINEAR, options=QUIET)
-        with pytest.raises(ValueError, match=r"of shape \(1, 5, 4\) and this answer: mat1 and mat2 shapes"):
+        with pytest.raises(ValueError, match=r"compute in float32: convert by images.float\(\)\.$"):
+            fit(apart(), (images.double(), targets), recipe=LINEAR, options=QUIET)
+        with pytest.raises(
+            ValueError, match=r"test must .* compute in float32: convert by images.float\(\)\.$"
+        ):
+            fit(apart(), data(), recipe=LINEAR, test=(images.double(), targets), options=QUIET)
+        with pytest.raises(ValueError, match=r"compute in float64: convert by images.double\(\)\.$"):
+            fit(apart().double(), data(), recipe=LINEAR, options=QUIET)
+        with pytest.raises(
+            ValueError, match=r"of shape \(1, 5, 4\) and this answer: mat1 and mat2 shapes [^:]*\.$"
+        ):
             fit(apart(), (images[..., 1:], targets), recipe=LINEAR, options=QUIET)
+
+    def test_bytes_that_are_no_images(self):
+        vectors = torch.randint(256, (40, 25), dtype=torch.uint8)
+        with pytest.raises(
+            ValueError, match=r"Got \(40, 25\).* uint8 is taken for raw images: .*float32 .\.float\(\)"
+        ):
+            fit(apart(), (vectors, data()[1]), recipe=LINEAR, options=QUIET)
+        fit(apart(), (vectors.float() / 255, data()[1]), recipe=LINEAR, options=QUIET)
 
     def test_batches_of_two_tensors(self):
         images, targets = data()

@@ -164,8 +164,9 @@ def _describe(data: Dataset | Tensor) -> dict[str, Any]:
 
 def _check(images: Tensor) -> None:
     if images.ndim != 4:
-        message = f"images must have shape (N,C,H,W). Got {tuple(images.shape)}. Add the missing dimension."
-        raise ValueError(message)
+        raw = " uint8 is taken for raw images: pass vectors, and all that is no image, as float32 (.float())."
+        cure = "Add the missing dimension." + raw * (images.dtype == torch.uint8)
+        raise ValueError(f"images must have shape (N,C,H,W). Got {tuple(images.shape)}. {cure}")
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise TypeError(f"images must be uint8 or floating point. Got {images.dtype}.")
 

@@ -91,6 +91,7 @@ def first_answers(ensemble: Ensemble, images: Tensor) -> Tensor:
         one = f"{images.dtype} of shape {tuple(images.shape[1:])}"
         raise ValueError(
             f"the networks must take an example of train. Got {one} and this answer: {first_line(error)}."
+            f"{_cure(ensemble, images)}"
         ) from error
     checks.no_numbers(logits)
     return logits
@@ -117,7 +118,18 @@ def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | 
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         raise ValueError(
             f"{name} must fit the ensemble. Got data that do not: {first_line(error)}."
+            f"{_cure(ensemble, images)}"
         ) from error
+
+
+def _cure(ensemble: Ensemble, images: Tensor) -> str:
+    """What to do with numbers of another precision than the networks'; numpy's are float64."""
+    precisions = {p.dtype for p in ensemble.parameters() if p.is_floating_point()}
+    if not images.is_floating_point() or len(precisions) != 1 or images.dtype in precisions:
+        return ""
+    (own,) = precisions
+    convert = {torch.float32: "float()", torch.float64: "double()"}.get(own, f"to({own})")
+    return f" The networks compute in {str(own).removeprefix('torch.')}: convert by images.{convert}."
 
 
 def _extremes(targets: Tensor, ignore_index: int | str | None) -> list[int]:
