@@ -388,7 +388,7 @@ def test_entropy_has_gradients():
         (PROBS.log(), TARGETS, ValueError, r"apply softmax\(2\)"),
         (PROBS * 2, TARGETS, ValueError, "sum to 1 over axis 2. Got values from 0 to 2"),
         (PROBS * torch.nan, TARGETS, ValueError, "sum to 1"),
-        (PROBS[0], TARGETS, ValueError, "classes on axis 2"),
+        (PROBS[0], TARGETS, ValueError, r"classes on axis 2.* Add the members' axis: member_probs\[None\]"),
         (PROBS[:, :0], TARGETS[:0], ValueError, "at least one example"),
         (PROBS.long(), TARGETS, TypeError, "floating-point tensor. Got a torch.int64"),
         (PROBS.tolist(), TARGETS, TypeError, "floating-point tensor. Got list"),

@@ -223,7 +223,8 @@ def _check_probs(name: str, probs: Tensor, dim: int) -> None:
     if not isinstance(probs, Tensor) or not probs.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor. Got {checks.kind(probs)}.")
     if not -probs.ndim <= dim < probs.ndim:
-        raise ValueError(f"{name} must have its classes on axis {dim}. Got {checks.kind(probs)}.")
+        cure = f" Add the members' axis: {name}[None]." if probs.ndim == dim == 2 else ""
+        raise ValueError(f"{name} must have its classes on axis {dim}. Got {checks.kind(probs)}.{cure}")
     tolerance = max(5e-3, 8 * torch.finfo(probs.dtype).eps)  # they may come from half precision
     if torch.compiler.is_compiling() or not probs.numel():  # values not to be looked at, or none
         return
