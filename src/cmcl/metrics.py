@@ -1,8 +1,9 @@
 """How good an ensemble is: functions of the members' probabilities and the true classes.
 
 M members, N examples, C classes, P pixels (1 where an example has one answer). `member_probs` is (M, N, C)
-with `targets` (N,), or dense (M, N, C, H, W) with (N, H, W). Errors are fractions, 0 to 1. An image's value
-is the mean over its pixels except those marked `ignore_index`; images with no pixel left do not count.
+with `targets` (N,), or dense (M, N, C, H, W) with (N, H, W). Errors are fractions, 0 to 1, where
+`cmcl.evaluate`, `result.scores` and records have percent. An image's value is the mean over its pixels
+except those marked `ignore_index`; images with no pixel left do not count.
 """
 
 from typing import NamedTuple

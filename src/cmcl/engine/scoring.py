@@ -27,7 +27,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Errors in percent: `top1` (the most confident member's where outputs are dense), `oracle`, `member`.
 
-    `ignore_index` is as for `fit`.
+    `cmcl.metrics` gives the same as fractions, 0 to 1. `ignore_index` is as for `fit`.
     """
     if isinstance(data, DataLoader):
         pairs = (checks.pair("data", batch) for batch in data)
