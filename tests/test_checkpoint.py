@@ -341,6 +341,22 @@ class TestFullDisk:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
+    def test_of_the_first_checkpoint(self, tmp_path, monkeypatch):
+        """There is nothing to resume from, and nobody is told so."""
+
+        def fail(handle):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        checkpoints = Checkpoints(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(DiskFullError, match="then start the run again: it had no checkpoint yet"):
+                save(checkpoints, 1)
+        save(checkpoints, 1)
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(DiskFullError, match="then resume: the checkpoints written before are intact"):
+            save(checkpoints, 2)
+
     @pytest.mark.parametrize(
         ("number", "kind"),
         [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EIO, OSError)],

@@ -62,8 +62,8 @@ class Half(type(Path())):
 replacing = checkpoint.replacing
 from contextlib import contextmanager
 @contextmanager
-def announced_replacing(path):
-    with replacing(path) as part:
+def announced_replacing(path, **options):
+    with replacing(path, **options) as part:
         tell("write: nothing yet")
         yield Half(part)
 

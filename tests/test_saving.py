@@ -14,6 +14,7 @@ from torch import nn
 import cmcl
 from cmcl import Ensemble
 from cmcl.data.preprocess import ZCA, MeanStd
+from cmcl.files import DiskFullError
 
 
 def small():
@@ -270,7 +271,9 @@ class TestSaving:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", fsync)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(
+            DiskFullError, match=r"config.json must fit .*No space left.* or name another place"
+        ):
             ensemble.save(folder)
         after = cmcl.load(folder).state_dict()
         assert all(value.equal(after[key]) for key, value in before.items())

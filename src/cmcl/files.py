@@ -13,15 +13,22 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a quota, a limi
 
 
 class DiskFullError(OSError):
-    """A file of a run did not fit on the disk; the checkpoints written before are intact."""
+    """A file did not fit on the disk; what was written before is intact."""
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, checkpoints: Path | None = None) -> Iterator[Path]:
     """A temporary path beside `path`, renamed to it once all is written and on the disk.
 
     After a failure (a full disk, an interrupt) nothing new is left, and what was at `path` still is.
+    `checkpoints` is as for `needing_room`.
     """
+    with needing_room(path, checkpoints), _renamed_to(path) as part:
+        yield part
+
+
+@contextmanager
+def _renamed_to(path: Path) -> Iterator[Path]:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     os.close(handle)
     part = Path(name)
@@ -37,8 +44,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def needing_room(path: Path) -> Iterator[None]:
-    """Turns the error of a full disk, while `path` is written, into one that says what to do."""
+def needing_room(path: Path, checkpoints: Path | None = None) -> Iterator[None]:
+    """Turns the error of a full disk, while `path` is written, into one that says what to do.
+
+    Where `path` belongs to a run, `checkpoints` is the folder that it would be resumed from.
+    """
     try:
         yield
     except OSError as error:
@@ -48,8 +58,16 @@ def needing_room(path: Path) -> Iterator[None]:
         raise DiskFullError(
             error.errno,
             f"{path} must fit on its disk, which has {free:.1f} MB left ({error.strerror}). "
-            "Free some space, then resume: the checkpoints written before are intact",
+            f"Free some space, {_afterwards(checkpoints)}",
         ) from error
+
+
+def _afterwards(checkpoints: Path | None) -> str:
+    if checkpoints is None:
+        return "or name another place"
+    if any(checkpoints.glob("step-*.safetensors")):
+        return "then resume: the checkpoints written before are intact"
+    return "then start the run again: it had no checkpoint yet"
 
 
 def digest(path: Path, algorithm: str = "sha256") -> str:

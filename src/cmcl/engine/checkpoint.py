@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .. import checks
-from ..files import needing_room, replacing
+from ..files import replacing
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})\.safetensors")
 
@@ -53,7 +53,7 @@ class Checkpoints:
         """Write a checkpoint, then remove those that are no longer needed; returns its path."""
         data = safetensors.torch.save(_snapshot(tensors), metadata={"state": json.dumps(state)})
         path = self.folder / f"step-{step:08d}-{sha256(data).hexdigest()[:12]}.safetensors"
-        with needing_room(path), replacing(path) as part:
+        with replacing(path, checkpoints=self.folder) as part:
             part.write_bytes(data)
         self._damaged.discard(path)  # the same bytes again, whole this time
         self._make_newest(path)

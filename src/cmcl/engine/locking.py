@@ -68,6 +68,6 @@ def _lock(handle: int, folder: Path) -> None:
             stacklevel=4,  # the `with locked(folder)`
         )
     else:
-        with needing_room(folder / ".lock"):
+        with needing_room(folder / ".lock", checkpoints=folder / "checkpoints"):
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())

@@ -19,6 +19,8 @@ class Telemetry:
 
     def __init__(self, path: Path | None, *, tensorboard: Path | None = None) -> None:
         self.path = path
+        one = path or tensorboard
+        self.checkpoints = one and one.parent / "checkpoints"  # of the run that is told of
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             for part in path.parent.glob(f".{path.name}.*.part"):
@@ -26,35 +28,34 @@ class Telemetry:
         self.events = tensorboard and tensorboard / f"events.out.tfevents.{time.time_ns()}"
         if self.events:
             self.events.parent.mkdir(parents=True, exist_ok=True)
-            _append(self.events, _event(file_version="brain.Event:2"))
+            self._append(self.events, _event(file_version="brain.Event:2"))
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row."""
         if self.path:
-            _append(self.path, (json.dumps(_finite(row), allow_nan=False) + "\n").encode())
+            self._append(self.path, (json.dumps(_finite(row), allow_nan=False) + "\n").encode())
         if self.events:
             numbers = {key: value for key, value in row.items() if key not in ("epoch", "seed")}
             named = _scalars(numbers, f"seed-{row['seed']}" if "seed" in row else "")
             values = [{"tag": name, "simple_value": value} for name, value in named]
             step = math.ceil(row["epoch"])  # takes whole steps only
-            _append(self.events, _event(step=step, summary={"value": values}))
+            self._append(self.events, _event(step=step, summary={"value": values}))
 
     def rewind(self, epoch: float) -> None:
         """Drop what was written after `epoch`, to go on from a checkpoint made then; 0 starts anew."""
         if self.path and self.path.exists():
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-            with needing_room(self.path), replacing(self.path) as part:
+            with replacing(self.path, self.checkpoints) as part:
                 kept = [f"{line}\n" for line in lines if _epoch(line) <= epoch]
                 part.write_text("".join(kept), encoding="utf-8")
         if self.events:
             # TensorBoard's files only grow: this hides the rows from here on instead.
-            _append(self.events, _event(step=math.floor(epoch) + 1, session_log={"status": "START"}))
+            self._append(self.events, _event(step=math.floor(epoch) + 1, session_log={"status": "START"}))
 
-
-def _append(path: Path, data: bytes) -> None:
-    """Opened for each row, once an epoch: nothing is lost in a buffer when the process is killed."""
-    with needing_room(path), path.open("ab") as file:
-        file.write(data)
+    def _append(self, path: Path, data: bytes) -> None:
+        """Opened for each row, once an epoch: nothing is lost in a buffer when the process is killed."""
+        with needing_room(path, self.checkpoints), path.open("ab") as file:
+            file.write(data)
 
 
 def _event(**content: Any) -> bytes:

@@ -38,7 +38,7 @@ def keep(folder: Path, step: int, now: dict[str, Any]) -> None:
     """Note that training goes on from `step` with these facts."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / STRETCHES
-    with needing_room(path), path.open("a", encoding="utf-8") as file:
+    with needing_room(path, folder / "checkpoints"), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step} | now) + "\n")
 
 
