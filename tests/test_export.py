@@ -17,6 +17,7 @@ from cmcl import export as exporting
 from cmcl.data import load as load_data
 from cmcl.data.preprocess import GCN, ZCA, Chain, MeanStd
 from cmcl.export import ABOUT, OUTPUTS, TOLERANCE, export, onnx_runner
+from cmcl.files import DiskFullError
 
 ONNX = all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 needs_onnx = pytest.mark.skipif(not ONNX, reason="needs pip install 'confident-mcl[export]'")
@@ -447,3 +448,18 @@ def test_a_folder_is_refused_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(cmcl.Ensemble, "predict", pytest.fail)
     with pytest.raises(ValueError, match="path must be a file to write, such as .* Got a folder."):
         export(cmcl.Ensemble(lambda: nn.Linear(6, 5), 2), tmp_path, torch.randn(4, 6), format="torch")
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    """Not by torch's own writer, which ends the whole process there."""
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "write_bytes", full)
+    ensemble = Ensemble(lambda: nn.Linear(4, 3), 2)
+    with pytest.raises(
+        DiskFullError, match=r"model.pt2 must fit on its disk.*Free some space, or name another"
+    ):
+        export(ensemble, tmp_path / "model.pt2", torch.randn(5, 4), format="torch")
+    assert not list(tmp_path.iterdir())

@@ -198,8 +198,9 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path, about: dict[s
 
 
 def _write_torch(program: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> Runner:
-    with path.open("wb") as file:
-        torch.export.save(program, file, extra_files={ABOUT: json.dumps(about)})
+    memory = io.BytesIO()  # torch's own writer ends the whole process on a full disk
+    torch.export.save(program, memory, extra_files={ABOUT: json.dumps(about)})
+    path.write_bytes(memory.getbuffer())
     with path.open("rb") as file:
         module = torch.export.load(file).module()
     return lambda x: list(module(x).values())
