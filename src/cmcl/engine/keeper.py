@@ -56,7 +56,7 @@ class Keeper:
             done = ", finished" if finished else ""
             cure = "to have its weights again" if finished else "to go on with it"
             raise ValueError(
-                f"{self.out} must hold no run that is not to be resumed. It holds one at step "
+                f"{self.out} must be free, or its run is to be resumed. It holds one at step "
                 f"{checkpoint.step}{done}. Pass resume=True {cure}, or name another folder."
             )
         self.state.restore(checkpoint)
