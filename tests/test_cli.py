@@ -132,6 +132,7 @@ def test_list_for_people(cmcl):
         (["reproduce"], "name what to reproduce: table1"),
         (["reproduce", "tabel1"], "Did you mean 'table1'?"),
         (["reproduce", "table1", "--cells", "3/2"], "--cells must look like 2/3"),
+        (["reproduce", "--status", "--cells", "4/3"], "--cells must look like 2/3"),
         (["reproduce", "table3", "--search", "tset"], "Did you mean 'test'?"),
         (["reproduce", "fig1c", "--search", "heldout"], "must have a CMCL recipe to search"),
         (
@@ -150,6 +151,64 @@ def test_a_mistake_is_one_line_and_exit_code_2(cmcl, tmp_path, arguments, messag
     assert err.startswith("cmcl: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+WRITERS = {  # what each command writes to
+    "train": ["train", "digits-cmcl", "--out"],
+    "train, records": ["train", "digits-cmcl", "--out", "HERE/runs", "--results"],
+    "tune": ["tune", "digits-cmcl", "--out"],
+    "demo": ["demo", "--out"],
+    "reproduce": ["reproduce", "table1", "--out"],
+    "reproduce, records": ["reproduce", "table1", "--out", "HERE/runs", "--results"],
+    "figures": ["report", "HERE", "--format", "svg", "-o"],
+}
+
+
+@pytest.mark.parametrize("words", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("HERE/file", "must name a folder. Got the file HERE/file. Name another."),
+        ("HERE/file/deep/runs", "must name a folder. Got HERE/file/deep/runs, but HERE/file is a file."),
+        (
+            "HERE/locked/runs",
+            "must be a place to write to. Got HERE/locked/runs: no permission to write HERE",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(
+    cmcl, tmp_path, monkeypatch, words, place, message
+):
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("cmcl.data.load", pytest.fail)
+    monkeypatch.setattr("cmcl.report.write", pytest.fail)
+    # root, as whom tests may run, may write everywhere
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK or "locked" not in str(path))
+    code, out, err = cmcl(*(word.replace("HERE", str(tmp_path)) for word in (*words, place)))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message.replace("HERE", str(tmp_path)) in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "locked"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("HERE", "--out must name a file. Got the folder HERE."),
+        ("HERE/file/r.html", "--out must name a file in a folder. Got HERE/file/r.html, but HERE/file is a"),
+        ("HERE/locked/new.html", "Got HERE/locked/new.html: no permission to write HERE/locked."),
+        ("HERE/locked/old.html", "Got HERE/locked/old.html: no permission to write HERE/locked."),
+    ],
+)
+def test_a_report_that_cannot_be_written(cmcl, tmp_path, monkeypatch, place, message):
+    (tmp_path / "locked").mkdir()
+    for name in ("file", "locked/old.html"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("cmcl.report.write", pytest.fail)
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "locked")
+    code, _, err = cmcl("report", tmp_path, "-o", place.replace("HERE", str(tmp_path)))
+    assert (code, err.count("\n")) == (2, 1)
+    assert message.replace("HERE", str(tmp_path)) in err
 
 
 def test_tables(capsys, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .options import AsJson, Quiet, Seed
-from .shared import ending, number, print_json, print_table
+from .shared import check_writable_folder, ending, number, print_json, print_table
 from .stopping import on_ctrl_c
 
 NOISE = "One seed on so few test images is noisy: {where} has means over {seeds} seeds."
@@ -34,6 +34,7 @@ def demo(
 
     The data need no download, and the folder gets a report page.
     """
+    check_writable_folder(out, "--out")
     live = sys.stderr.isatty() and not quiet
 
     def say(line: str) -> None:

@@ -34,7 +34,7 @@ def export(
     from ..export import export as write
     from ..saving import saved_checksum
 
-    check_writable(out, "--out")
+    check_writable(out, "--out", replaced=True)
     place = first_ensemble(run)
     inputs = _read(example) if example else _test_images(place, root, images)
     ensemble = open_ensemble(place, root=root, network=network, output=output)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from .shared import check_writable, check_writable_folder
+
 FORMATS = {"html": "report.html", "md": "report.md", "svg": "figures", "png": "figures", "pdf": "figures"}
 PLACES = ("results", "runs", "cmcl-demo")  # where records are looked for
 
@@ -29,9 +31,14 @@ def report(
         raise ValueError(
             f"--format must be one of {', '.join(FORMATS)}. Got {format!r}. {nearest(format, list(FORMATS))}"
         )
+    found, place = _existing(sources or []), out or Path(FORMATS[format])
+    if format in {"html", "md"}:
+        check_writable(place, "--out", replaced=True)
+    else:
+        check_writable_folder(place, "--out")
     from ..report import write
 
-    typer.echo(write(_existing(sources or []), out or FORMATS[format], format=format))
+    typer.echo(write(found, place, format=format))
 
 
 def _existing(sources: list[Path]) -> list[Path]:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Budget, Device, Precision, Quiet, Results, Root, Runs
-from .shared import FAILED, TIME_OVER, engine_options, note, number, print_json, print_table
+from .shared import (
+    FAILED,
+    TIME_OVER,
+    check_writable_folder,
+    engine_options,
+    note,
+    number,
+    print_json,
+    print_table,
+)
 from .stopping import on_ctrl_c
 
 if TYPE_CHECKING:
@@ -58,19 +67,22 @@ def reproduce(
 
     if not what and not status:
         raise ValueError("name what to reproduce: table1, table2, table3, fig1, fig2, fig3, fig4 or all.")
-    chosen = select(what or ["all"])
+    chosen, shard = select(what or ["all"]), _part(cells)
     if status:
         _status(chosen, results, as_json)
         return
     searched = _search(chosen, search)
     wanted = [cell for several in searched.values() for cell in several] if search else chosen
+    if not dry_run:
+        check_writable_folder(out, "--out")
+        check_writable_folder(results, "--results")
     places = {"results": results, "runs": out, "root": root}
     with on_ctrl_c(GO_ON):
         report = _campaign(
             wanted,
             **places,
             seeds=range(seeds),
-            shard=_part(cells),
+            shard=shard,
             budget=budget,
             unfinished=unfinished,
             dry_run=dry_run,

@@ -67,18 +67,38 @@ def users_shapes(what: str) -> Iterator[None]:
         raise ValueError(f"{what} torch says: {first_line(error)}") from error
 
 
-def check_writable(path: Path | None, option: str) -> None:
+def check_writable(path: Path | None, option: str, *, replaced: bool = False) -> None:
     """A file to write in the end must be possible there: said before the work, not after it.
 
-    Folders that are missing can be made, in the nearest one that exists.
+    One that is `replaced` is written beside the old one, so its folder counts.
     """
     if path is None:
         return
     if path.is_dir():
         raise ValueError(f"{option} must name a file. Got the folder {path}.")
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    there = path if path.exists() and not replaced else _nearest_existing(path.absolute().parent)
     if there != path and not there.is_dir():
         raise ValueError(f"{option} must name a file in a folder. Got {path}, but {there} is a file.")
+    _check_permission(path, there, option)
+
+
+def check_writable_folder(path: Path | None, option: str) -> None:
+    """The same of a folder to write into, which need not be there yet."""
+    if path is None:
+        return
+    there = _nearest_existing(path)
+    if not there.is_dir():
+        got = f"the file {path}" if there == path else f"{path}, but {there} is a file"
+        raise ValueError(f"{option} must name a folder. Got {got}. Name another.")
+    _check_permission(path, there, option)
+
+
+def _nearest_existing(path: Path) -> Path:
+    """Folders that are missing can be made, in the nearest one that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def _check_permission(path: Path, there: Path, option: str) -> None:
     if not os.access(there, os.W_OK):
         raise ValueError(f"{option} must be a place to write to. Got {path}: no permission to write {there}.")
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from .options import AsJson, Budget, Device, Precision, Quiet, Root, Runs, Seed
-from .shared import ending, engine_options, number, parse_pairs, print_json, print_table
+from .shared import (
+    check_writable_folder,
+    ending,
+    engine_options,
+    number,
+    parse_pairs,
+    print_json,
+    print_table,
+)
 from .stopping import on_ctrl_c
 
 if TYPE_CHECKING:
@@ -87,6 +95,8 @@ def train(
         folder = run_folder(out, name, changed, which)
         if not resume:
             _refuse_old(folder, changed)
+        check_writable_folder(out, "--out")
+        check_writable_folder(results, "--results")
         if results is not None:
             _refuse_recorded(results, folder, name, changed, which)
         options = engine_options(

@@ -6,7 +6,16 @@ from typing import Annotated, Any
 import typer
 
 from .options import AsJson, Device, Precision, Quiet, Root, Runs
-from .shared import ending, engine_options, note, number, print_json, print_table
+from .shared import (
+    check_writable,
+    check_writable_folder,
+    ending,
+    engine_options,
+    note,
+    number,
+    print_json,
+    print_table,
+)
 
 
 def tune(
@@ -39,6 +48,8 @@ def tune(
 
     if plot is not None:
         check_plot(plot)
+    check_writable(plot, "--plot")
+    check_writable_folder(out, "--out")
     with ending():
         result = search(
             recipe,
