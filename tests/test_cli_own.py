@@ -73,6 +73,7 @@ MINE = ("--network", "my_own_net:network")
 DICTS = ("--network", "my_own_net:Dict", "--output", "my_own_net:logits")
 ON_CPU = ("--device", "cpu")
 FOLDER = ("--data", "folder", "--root", "pictures", "--option", "mode=L")
+COLOUR = ("--data", "folder", "--root", "pictures", "--option", "mode=RGB")
 
 
 @pytest.mark.parametrize(("run", "own"), [("mine", MINE), ("dicts", DICTS)])
@@ -141,14 +142,32 @@ def test_what_is_missing(cmcl, here, arguments, message):
             "they compute in float32.",
         ),
         (["export", "runs/mine", "--example", "wide.npy", "-o", "m.pt2", *MINE], "of shape (4, 1, 9, 9)"),
-        (["evaluate", "runs/mine", "--data", "shapes", "--limit", 4, *MINE], "images must have 1 channels"),
+        (["evaluate", "runs/mine", "--data", "shapes", "--limit", 4, *MINE], "Name another set."),
         (
             ["evaluate", "runs/mine", *FOLDER, *MINE, *ON_CPU],
-            "images must be of the kind that the ensemble takes.",
+            "--data must name images of the kind that the ensemble takes. Got folder (pictures/test),",
         ),
         (
             ["reject", "runs/mine", *FOLDER, *MINE, *ON_CPU],
-            "images must be of the kind that the ensemble takes.",
+            "--data must name images of the kind that the ensemble takes. Got folder (pictures/test),",
+        ),
+        (
+            ["evaluate", "runs/mine", "--data", "digits", "--ood", "shapes", "--limit", 4, *MINE, *ON_CPU],
+            "--ood must name images of the kind that the ensemble takes. Got shapes (drawn), 3 x 64 x 64:",
+        ),
+        (
+            ["evaluate", "runs/mine", *COLOUR, *MINE, *ON_CPU],
+            "Got 3. Change them by --option mode=L (grey) or mode=RGB, and by --option size=[HEIGHT,WIDTH].",
+        ),
+        (
+            ["reject", "runs/mine", *COLOUR, *MINE, *ON_CPU],
+            "--data must name images of the kind that the ensemble takes. Got folder (pictures/test),",
+        ),
+        (["evaluate", "runs/mine", "--data", "arrays", *MINE], "Got arrays, which live in Python. Use cmcl."),
+        (["reject", "runs/mine", "--data", "arrays", *MINE], "--data must be a set that is on disk"),
+        (
+            ["evaluate", "runs/mine", "--data", "digits", "--ood", "arrays", *MINE],
+            "--ood must be a set that is on disk or needs no file. Got arrays",
         ),
         (["predict", "runs/mine", "wide.png", *MINE], "must have the size that runs/mine was trained on"),
     ],

@@ -403,7 +403,18 @@ class TestEvaluate:
         shutil.copytree(trained / "checkpoints", tmp_path / "run" / "checkpoints")
         code, _, err = cmcl("evaluate", tmp_path / "run")
         assert code == 2
-        assert "go on with --resume" in err
+        assert "Go on with the command that began it: `cmcl train RECIPE --resume`" in err
+
+    def test_a_folder_of_runs(self, cmcl, trained, tmp_path):
+        (tmp_path / "no run").mkdir()
+        (tmp_path / "seedling" / "ensemble").mkdir(parents=True)
+        assert cmcl("evaluate", tmp_path)[2].endswith("Got neither.\n")
+        shutil.copytree(trained, tmp_path / "one")
+        assert cmcl("evaluate", tmp_path)[2].endswith(f"Got neither. Name {tmp_path / 'one'}.\n")
+        shutil.copytree(trained, tmp_path / "two")
+        code, _, err = cmcl("evaluate", tmp_path)
+        assert code == 2
+        assert err.endswith(f"Got neither. Name {tmp_path / 'one'}, one of 2 runs in it.\n")
 
     def test_broken_json(self, cmcl, trained, tmp_path):
         shutil.copytree(trained, tmp_path / "run")

@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import data_of, find_ensembles, label_of, load_test, number_as, open_ensemble, seek
-from .shared import check_device, number, parse_pairs, print_json, print_table, users_shapes
+from .runs import (
+    check_takes,
+    data_of,
+    find_ensembles,
+    label_of,
+    load_test,
+    number_as,
+    open_ensemble,
+    refuse_arrays,
+    seek,
+)
+from .shared import check_device, number, parse_pairs, print_json, print_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +83,9 @@ def evaluate(
     results = []
     for place in places:
         ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
+        check_takes(ensemble, part, "--data", name)
+        if outside is not None:
+            check_takes(ensemble, outside, "--ood", ood or "")
         named = number_as(ensemble, part)
         results.append(_measure(ensemble, label_of(place), named, outside, batch_size))
     keys = [key for key in COLUMNS if key in results[0]]
@@ -100,6 +113,7 @@ def _load_outside(name: str, own_root: Path | None, root: Path | None, options: 
     from ..data import load
 
     values = parse_pairs(options, "--ood-option")
+    refuse_arrays(name, "--ood", "cmcl.evaluate")
     if own_root is None and name == "folder":
         raise ValueError("--ood-root must name the folder of --ood folder, apart from --root. Got none.")
     if own_root is None:
@@ -145,5 +159,4 @@ def _probs(ensemble: "Ensemble", data: "Dataset", batch_size: int, title: str) -
     from ..telling import watched
 
     parts = watched(data.images.split(batch_size), title)
-    with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {data.source};"):
-        return torch.cat([ensemble.predict(part).member_probs.cpu() for part in parts], 1)
+    return torch.cat([ensemble.predict(part).member_probs.cpu() for part in parts], 1)

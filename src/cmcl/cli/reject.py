@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options import AsJson, Data, DataOption, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import data_of, first_ensemble, load_test, number_as, open_ensemble
-from .shared import check_device, check_writable, parse_pairs, print_json, users_shapes
+from .runs import check_takes, data_of, first_ensemble, load_test, number_as, open_ensemble
+from .shared import check_device, check_writable, parse_pairs, print_json
 
 if TYPE_CHECKING:
     from ..rejecting import Threshold
@@ -56,9 +56,9 @@ def reject(
     device = check_device(device)
     test = spread(load_test(name, root, parse_pairs(option or [], "--option")), limit)
     ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
+    check_takes(ensemble, test, "--data", name)
     test = number_as(ensemble, test)
-    with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {name};"):
-        probs = ensemble.predict(test.images, batch_size=250).member_probs
+    probs = ensemble.predict(test.images, batch_size=250).member_probs
     threshold = calibrate(probs[:, ::2], test.targets[::2], risk=risk, confidence=confidence, score=score)
     threshold = replace(threshold, weights=saved_checksum(place))
     answers, truth = decide(probs[:, 1::2], threshold), test.targets[1::2]

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .shared import import_function, note, users_shapes
+from ..telling import first_line
+from .shared import import_function, note
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
@@ -30,22 +31,35 @@ SETS: dict[str, tuple[Shape, list[str]]] = {
 
 def find_ensembles(run: Path) -> list[Path]:
     """The saved ensembles of a run folder, one a seed; or the folder itself, if it is one."""
-    from ..data.files import nearest
+    if found := _ensembles_of(run):
+        return found
+    if (run / "checkpoints").is_dir():
+        raise ValueError(
+            f"{run} must hold a finished run. Got one that was interrupted. Go on with the command that "
+            "began it: `cmcl train RECIPE --resume` and its other options."
+        )
+    message = f"{run} must be a run folder of `cmcl train` or a saved ensemble. Got neither. {_meant(run)}"
+    raise FileNotFoundError(message.strip())
 
+
+def _ensembles_of(run: Path) -> list[Path]:
     for place in (run, run / "ensemble"):
         if (place / "config.json").is_file():
             return [place]
-    several = sorted(run.glob("seed*/ensemble"), key=lambda path: int(path.parent.name.removeprefix("seed")))
-    if several:
-        return several
-    if (run / "checkpoints").is_dir():
-        raise ValueError(f"{run} must hold a finished run. This one was interrupted: go on with --resume.")
-    beside = (
-        sorted(path.name for path in run.parent.iterdir() if path.is_dir()) if run.parent.is_dir() else []
-    )
-    cure = nearest(run.name, beside) if not run.exists() and beside else ""
-    message = f"{run} must be a run folder of `cmcl train` or a saved ensemble. Got neither. {cure}"
-    raise FileNotFoundError(message.strip())
+    seeds = {path.parent.name.removeprefix("seed"): path for path in run.glob("seed*/ensemble")}
+    return [seeds[seed] for seed in sorted(filter(str.isdecimal, seeds), key=int)]
+
+
+def _meant(run: Path) -> str:
+    """Of a folder of runs one of them, of a name that is not there the nearest that is."""
+    from ..data.files import nearest
+
+    if run.is_dir():
+        inside = [path for path in sorted(run.iterdir()) if path.is_dir() and _ensembles_of(path)]
+        others = f", one of {len(inside)} runs in it" if len(inside) > 1 else ""
+        return f"Name {inside[0]}{others}." if inside else ""
+    beside = [path.name for path in run.parent.iterdir() if path.is_dir()] if run.parent.is_dir() else []
+    return nearest(run.name, sorted(beside)) if beside and not run.exists() else ""
 
 
 def first_ensemble(run: Path) -> Path:
@@ -103,11 +117,21 @@ def load_test(name: str, root: Path | None, options: dict[str, Any]) -> "Dataset
     """A set to test on; of one's own images also a folder that is not split, or has no train/."""
     from ..data import load
 
+    refuse_arrays(name, "--data", "cmcl.evaluate or cmcl.rejecting")
     whole = None if root is None else root.expanduser()
     if name != "folder" or whole is None or (whole / "train").is_dir():
         return load(name, split="test", root=root, **options)
     inside = whole / "test"
     return replace(load(name, root=inside if inside.is_dir() else whole, **options), split="test")
+
+
+def refuse_arrays(name: str | None, option: str, function: str) -> None:
+    """A set that only Python can pass."""
+    if name == "arrays":
+        raise ValueError(
+            f"{option} must be a set that is on disk or needs no file. Got arrays, which live in Python. "
+            f"Use {function} there."
+        )
 
 
 def data_of(ensemble: Path) -> str | None:
@@ -139,6 +163,29 @@ def classes_of(ensemble: Path) -> list[str] | None:
     return [str(name) for name in names]
 
 
+def check_takes(ensemble: "Ensemble", data: "Dataset", option: str, name: str) -> None:
+    """Whether the ensemble takes such images; if not, who named them and what can be done about it."""
+    import torch
+
+    try:
+        ensemble.predict(data.images[:1])
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, RuntimeError, IndexError) as error:
+        shape = " x ".join(map(str, data.images.shape[1:]))
+        raise ValueError(
+            f"{option} must name images of the kind that the ensemble takes. Got {name} ({data.source}), "
+            f"{shape}: {first_line(error)}. {_other_images(option, name)}"
+        ) from error
+
+
+def _other_images(option: str, name: str) -> str:
+    if name != "folder":
+        return "Name another set."
+    own = {"--data": "--option", "--ood": "--ood-option"}[option]
+    return f"Change them by {own} mode=L (grey) or mode=RGB, and by {own} size=[HEIGHT,WIDTH]."
+
+
 def number_as(ensemble: "Ensemble", data: "Dataset") -> "Dataset":
     """The same images; classes are numbered as the ensemble numbers those of the same names, if known."""
     import torch
@@ -146,7 +193,7 @@ def number_as(ensemble: "Ensemble", data: "Dataset") -> "Dataset":
     from ..data.files import nearest
 
     names = None if ensemble.classes is None else list(ensemble.classes)
-    count = _count_answers(ensemble, data)
+    count = ensemble.predict(data.images[:1]).probs.shape[1]  # a network of one's own does not say it
     if names is None or len(names) > count:  # others than its own
         if count != len(data.classes):
             raise ValueError(
@@ -164,12 +211,6 @@ def number_as(ensemble: "Ensemble", data: "Dataset") -> "Dataset":
     numbers[: len(data.classes)] = torch.tensor([names.index(name) for name in data.classes])
     targets = numbers[data.targets.long()].to(data.targets.dtype)
     return replace(data, targets=targets, classes=tuple(names))
-
-
-def _count_answers(ensemble: "Ensemble", data: "Dataset") -> int:
-    """Of one image: a network of the user's own does not say how many classes it knows."""
-    with users_shapes(f"images must be of the kind that the ensemble takes. Got those of {data.source};"):
-        return ensemble.predict(data.images[:1]).probs.shape[1]
 
 
 def label_of(ensemble: Path) -> str:
