@@ -181,6 +181,27 @@ class TestTrain:
         assert err.startswith("cmcl: seed 0: Member 1 won under a tenth of the fair share")
         assert err.count("\n") == 1
 
+    @pytest.mark.parametrize(("examples", "told"), [(9, True), (10, False)])
+    def test_fewer_examples_than_classes(self, cmcl, tmp_path, examples, told):
+        words = [
+            "train",
+            "tiny-cmcl",
+            "--examples",
+            examples,
+            "--batch-size",
+            5,
+            "--out",
+            tmp_path,
+            "--quiet",
+        ]
+        code, _, err = cmcl(*words)
+        assert code == 0
+        assert err == told * "cmcl: digits has 10 classes: 9 examples leave out 1 of them.\n"
+
+    def test_one_image_has_all_classes_of_its_pixels(self, cmcl, tmp_path):
+        code, _, err = cmcl("train", "tiny-shapes", "--examples", 1, "--out", tmp_path, "--quiet")
+        assert (code, err) == (0, "")
+
     def test_what_a_finished_run_ran_on(self, cmcl, tmp_path, monkeypatch):
         """It is the training's, whatever measures it later."""
         words = ["train", "tiny-cmcl", "--out", tmp_path, "--quiet", "--device", "cpu"]
@@ -202,6 +223,7 @@ class TestTrain:
             (["--set", "network=resnet21"], "Did you mean 'resnet20'?"),
             (["--set", "preprocess=foo"], "Valid names: mean_std, gcn, gcn_zca."),
             (["--set", "data=shapes"], "network cnn must fit the data shapes"),
+            (["--set", "data=arrays"], "Got arrays, which live in Python. Use cmcl.fit there."),
             (["--budget", "0m"], "budget must be a time above 0, such as 90s, 25m or 1h30m. Got '0m'."),
         ],
     )

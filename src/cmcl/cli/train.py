@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from .options import AsJson, Budget, Device, Precision, Quiet, Root, Runs, Seed
+from .runs import FOREGROUND, SETS, refuse_arrays
 from .shared import (
     check_writable_folder,
     ending,
     engine_options,
+    note,
     number,
     parse_pairs,
     print_json,
@@ -84,6 +86,7 @@ def train(
     changes = {key: value for key, value in given.items() if value is not None}
     base = find(recipe)
     changed = change(base, changes | parse_pairs(setting or [], "--set"))
+    refuse_arrays(changed.data, "data", "cmcl.fit")
     name = changed_name(recipe, base, changed)
 
     cure = "go on with the same command and --resume"
@@ -102,6 +105,7 @@ def train(
         options = engine_options(
             device, precision, quiet=quiet, evaluate_every=evaluate_every, checkpoint_seconds=save_every
         )
+        _tell_absent_classes(changed)
         with ending(cure), stopping_after(None if budget is None else parse_budget(budget)):
             records = run(changed, which, out=out, name=name, results=results, root=root, options=options)
         _show(records, folder, as_json)
@@ -214,6 +218,16 @@ def _refuse_recorded(results: Path, folder: Path, name: str, recipe: "Recipe", s
                 f"{path} must not be there yet. It is the record of this very run, trained before. Name "
                 "another --results or --seed, leave out --results, or move it away."
             )
+
+
+def _tell_absent_classes(recipe: "Recipe") -> None:
+    """Few examples are drawn from the classes in turn: fewer than classes leave some out."""
+    _, classes = SETS.get(recipe.data or "", (None, []))
+    if recipe.examples is None or classes == FOREGROUND:  # of pixels, one image has both
+        return
+    if (absent := len(classes) - recipe.examples) > 0:
+        few = f"{recipe.examples} example{'s leave' if recipe.examples > 1 else ' leaves'}"
+        note(f"{recipe.data} has {len(classes)} classes: {few} out {absent} of them.")
 
 
 def _show(records: "list[Record]", folder: Path, as_json: bool) -> None:
