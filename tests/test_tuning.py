@@ -2,8 +2,10 @@
 
 import json
 import math
+import shlex
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +102,7 @@ def test_tuning_digits(tiny, tmp_path, monkeypatch):
     assert kept["held_out"] == min(row["held_out"] for row in first)
     assert result["chosen"] == kept["name"] == last[0]["name"]
     assert result["held_out"] == last[0]["held_out"]
+    assert json.loads((Path(result["run"]) / "record.json").read_text())["name"] == result["chosen"]
     assert json.loads((tmp_path / "tuning-tiny.json").read_text()) == result
 
     folders = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/record.json")}
@@ -131,6 +134,56 @@ def test_the_command(tiny, tmp_path, cmcl):
     code, out, err = cmcl(*words, "--json", "--quiet")
     assert (code, err) == (0, "")
     assert json.loads(out) == json.loads((tmp_path / "tuning-tiny.json").read_text())
+
+
+def test_a_recipe_changed_and_what_to_do_next(tiny, tmp_path, cmcl, monkeypatch):
+    """The command that it ends with trains the chosen one on all data."""
+    words = ("--out", tmp_path, "--device", "cpu", "--set", "epochs=0.3", "--set", "network_options.kernel=1")
+    code, out, _ = cmcl("tune", "tiny", "--betas", "0.25", "--overlaps", "2", *words)
+    assert code == 0
+    *_, chosen, folder, command = out.splitlines()
+    assert chosen.startswith("chosen: beta 0.25, K 2; test error")
+    result = json.loads((tmp_path / "tuning-tiny-kernel1-epochs0.3.json").read_text())
+    assert folder == f"trained without the 10% held out: {result['run']}"
+    searched = json.loads((Path(result["run"]) / "recipe.json").read_text())
+    assert (searched["epochs"], searched["network_options"]["kernel"]) == (0.3, 1)
+    words = shlex.split(command.removeprefix("to train it on all data: "))
+    assert words[0] == "cmcl"
+    code, out, _ = cmcl(*words[1:], "--json", "--quiet")
+    assert code == 0
+    trained = json.loads((Path(json.loads(out)["run"]) / "recipe.json").read_text())
+    assert trained == searched | {"validation": 0.0}
+
+
+def test_fewer_members_than_the_recipes_own_overlap(cmcl, tmp_path, monkeypatch):
+    """K is searched, so the recipe's own is in nobody's way."""
+
+    def halve(candidates, *_, **__):
+        raise ValueError({recipe.overlap for recipe in candidates.values()})
+
+    monkeypatch.setattr(tuning, "successive_halving", halve)
+    assert recipes.find("digits-cmcl").overlap > 2
+    assert tune_command(cmcl, tmp_path, "members=2")[2] == "cmcl: {2}\n"
+
+
+def tune_command(cmcl, out, *settings):
+    return cmcl("tune", "digits-cmcl", "--out", out, *(word for one in settings for word in ("--set", one)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("beta=1", "--set must name a field that is not searched. Got beta. Use --betas."),
+        ("validation=0", "Got validation. Use --validation."),
+        ("epoch=3", "--set must name a field of a recipe. Got 'epoch'. Did you mean 'epochs'?"),
+        ("method=ie", "recipe must be a CMCL one"),
+        ("data=arrays", "data must be a set that is on disk or needs no file. Got arrays"),
+    ],
+)
+def test_what_cannot_be_set(cmcl, tmp_path, setting, message):
+    code, out, err = tune_command(cmcl, tmp_path, setting)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
 
 
 def test_an_overlap_that_cannot_be_is_not_dropped(tmp_path, cmcl):

@@ -76,6 +76,7 @@ def tune(
     name: str,
     *,
     out: str | Path,
+    recipe: Recipe | None = None,
     betas: Sequence[float] | None = None,
     overlaps: Sequence[int] | None = None,
     validation: float = 0.1,
@@ -94,6 +95,7 @@ def tune(
     Args:
         name: of a CMCL recipe.
         out: folder of run folders, and of the result.
+        recipe: what `name` is to stand for, if it is none of the known ones.
         betas: to try; those of the paper if not given.
         overlaps: K to try; those of the paper if not given, as far as there are so many members.
         validation: the share of the training set to hold out.
@@ -103,17 +105,17 @@ def tune(
         options: how runs are carried out.
         say: is told how each candidate did.
     """
-    from .experiments.recipes import BETAS, find, grid
-    from .experiments.run import run
+    from .experiments.recipes import BETAS, find
+    from .experiments.run import run, run_folder
 
-    base, out = find(name), Path(out)
+    base, out = find(name) if recipe is None else recipe, Path(out)
     if base.method != "cmcl":
         raise ValueError(
             f"recipe must be a CMCL one, which has a beta and a K. Got {name!r} ({base.method})."
         )
     if not 0 < validation < 1:
         raise ValueError(f"validation must be above 0 and below 1, to choose by. Got {validation}.")
-    candidates = grid(name, betas=betas or BETAS, overlaps=overlaps, validation=validation)
+    candidates = _candidates(name, replace(base, validation=validation), betas or BETAS, overlaps)
     shared: dict[str, Any] = {"out": out, "root": root, "options": options}
 
     def score(candidate: str, recipe: Recipe) -> float:
@@ -130,6 +132,7 @@ def tune(
         "beta": candidates[chosen].beta,
         "overlap": candidates[chosen].overlap,
         "held_out": round(rungs[-1].errors[chosen], 6),
+        "run": str(run_folder(out, chosen, candidates[chosen], seeds)),
         "test": round(fmean(record.errors["expected"]["top1"] for record in records), 6),
         "seeds": list(seeds),
         "validation": validation,
@@ -140,6 +143,21 @@ def tune(
     with replacing(out / f"tuning-{name}.json") as part:
         part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
+
+
+def _candidates(
+    name: str, base: Recipe, betas: Sequence[float], overlaps: Sequence[int] | None
+) -> dict[str, Recipe]:
+    """As `grid` makes them of a known recipe."""
+    from .experiments.recipes import OVERLAPS
+
+    m = base.members
+    overlaps = [k for k in OVERLAPS if k <= m] if overlaps is None else list(overlaps)
+    if not overlaps or min(overlaps) < 1 or max(overlaps) > m:
+        raise ValueError(f"overlaps must be between 1 and {m} (the number of members). Got {overlaps}.")
+    return {
+        f"{name}-beta{beta:g}-k{k}": replace(base, beta=beta, overlap=k) for beta in betas for k in overlaps
+    }
 
 
 def _held_out(name: str, recipe: Recipe, seeds: Sequence[int], shared: Mapping[str, Any]) -> float:

@@ -1,11 +1,15 @@
 """`cmcl tune`: beta and K of a recipe, chosen on held-out data."""
 
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .options import AsJson, Device, Precision, Quiet, Root, Runs
+from .runs import refuse_arrays
 from .shared import (
     check_writable,
     check_writable_folder,
@@ -13,9 +17,16 @@ from .shared import (
     engine_options,
     note,
     number,
+    parse_pairs,
     print_json,
     print_table,
 )
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
+
+SEARCHED = {"beta": "--betas", "overlap": "--overlaps", "validation": "--validation"}  # fields of a recipe
+USUAL = {"--root": None, "--out": Path("runs"), "--seeds": 1, "--device": "auto", "--precision": "auto"}
 
 
 def tune(
@@ -27,6 +38,9 @@ def tune(
     ] = None,
     overlaps: Annotated[
         str | None, typer.Option(metavar="K,K,...", help="To try. Default: the paper's.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any other field of the recipe.")
     ] = None,
     validation: Annotated[float, typer.Option(help="Share of the training set to choose by.")] = 0.1,
     eta: Annotated[int, typer.Option(min=2, help="One of so many goes on, and trains so much longer.")] = 3,
@@ -46,14 +60,16 @@ def tune(
     from ..tuning import plot as draw
     from ..tuning import tune as search
 
+    name, changed = _changed(recipe, setting or [])
     if plot is not None:
         check_plot(plot)
     check_writable(plot, "--plot")
     check_writable_folder(out, "--out")
     with ending():
         result = search(
-            recipe,
+            name,
             out=out,
+            recipe=changed,
             betas=_numbers(betas, float, "--betas"),
             overlaps=_numbers(overlaps, int, "--overlaps"),
             validation=validation,
@@ -69,9 +85,36 @@ def tune(
         print_json(result)
         return
     lengths = [rung["length"] for rung in result["rungs"]]
-    title = f"{recipe}: held-out top-1 error in %, {validation:.0%} of the training set"
+    title = f"{name}: held-out top-1 error in %, {validation:.0%} of the training set"
     print_table((">beta", ">K", *(f">{length}" for length in lengths)), _rows(result), title=title)
     typer.echo(f"\nchosen: beta {result['beta']:g}, K {result['overlap']}; test error {result['test']:.2f} %")
+    typer.echo(f"trained without the {validation:.0%} held out: {result['run']}")
+    given = {"--root": root, "--out": out, "--seeds": seeds, "--device": device, "--precision": precision}
+    options = [word for key, value in given.items() if value != USUAL[key] for word in (key, str(value))]
+    typer.echo(f"to train it on all data: {_train(recipe, result, setting or [], options)}")
+
+
+def _changed(recipe: str, setting: Sequence[str]) -> "tuple[str, Recipe]":
+    """The recipe to search, and its name."""
+    from ..experiments.recipes import find
+    from .train import change, changed_name
+
+    changes = parse_pairs(setting, "--set")
+    if searched := [name for name in SEARCHED if name in changes]:
+        raise ValueError(
+            f"--set must name a field that is not searched. Got {searched[0]}. Use {SEARCHED[searched[0]]}."
+        )
+    base = replace(find(recipe), overlap=1)  # the recipe's own K may be more than the members of --set
+    changed = change(base, changes)
+    refuse_arrays(changed.data, "data", "cmcl.tuning")
+    return changed_name(recipe, base, changed), changed
+
+
+def _train(recipe: str, result: dict[str, Any], setting: Sequence[str], options: Sequence[str]) -> str:
+    """The command that trains the chosen one, all that it needs included."""
+    chosen = ["--beta", f"{result['beta']:.15g}", "--overlap", str(result["overlap"])]
+    fields = [word for pair in setting for word in ("--set", pair)]
+    return shlex.join(["cmcl", "train", recipe, *chosen, *fields, *options])
 
 
 def _rows(result: dict[str, Any]) -> list[list[Any]]:
