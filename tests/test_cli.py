@@ -40,6 +40,15 @@ def test_the_first_lines_of_help_are_whole(cmcl):
     assert "..." not in cmcl("data", "--help")[1].split("Commands:")[1]
 
 
+def test_who_has_json(cmcl):
+    """All but those that the document names."""
+    commands = [[name] for name in cli.COMMANDS] + [["data", name] for name in ("list", "fetch", "check")]
+    without = [" ".join(words) for words in commands if "--json" not in cmcl(*words, "--help")[1]]
+    assert without == ["report", "data fetch"]
+    text = " ".join((ROOT / "docs" / "commands.md").read_text().split())
+    assert "every command has it but `report` and `data fetch`," in text
+
+
 @pytest.mark.parametrize("command", [[], ["data"]])
 def test_a_bare_command_shows_its_help(cmcl, command):
     code, out, err = cmcl(*command)

@@ -1,10 +1,15 @@
 import json
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from cmcl import cli
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_list(cmcl):
@@ -13,6 +18,41 @@ def test_list(cmcl):
     assert [line.split()[0] for line in out.splitlines()] == [
         *("cifar10", "svhn", "icoseg", "digits", "shapes", "folder", "arrays")
     ]
+
+
+def test_list_prints_json(cmcl):
+    code, out, _ = cmcl("data", "list", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(cmcl("list", "data", "--json")[1])["data"]
+
+
+@pytest.mark.parametrize(
+    "page_and_more",
+    [
+        ("data.md", ["--steps", "2"]),
+        ("choosing-beta-and-k.md", ["--set", "steps=3", "--betas", "0.5", "--overlaps", "2"]),
+    ],
+    ids=lambda pair: pair[0],
+)
+def test_the_documents_train_on_a_folder(cmcl, tmp_path, monkeypatch, page_and_more):
+    """The commands as they stand there, on pictures that lie as data.md says; only shorter."""
+    page, more = page_and_more
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for place in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        (folder := tmp_path / "my-pictures" / place).mkdir(parents=True)
+        for i in range(20):
+            Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(folder / f"{i}.jpg")
+    text = (DOCS / page).read_text().replace(" \\\n        ", " ")
+    command = re.search(r"^    cmcl (.* --set data=folder .*)$", text, re.MULTILINE)[1]
+    code, out, err = cmcl(*command.split(), *more, "--quiet", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert "datafolder" in out
+    if page == "data.md":
+        evaluate = re.search(r"^    cmcl (evaluate runs/\S+) --root my-pictures$", text, re.MULTILINE)[1]
+        (run,) = tmp_path.glob(evaluate.split()[1])
+        code, out, _ = cmcl("evaluate", run, "--root", "my-pictures")
+        assert (code, out.splitlines()[0]) == (0, "folder: 40 test images")
 
 
 def test_check_prints_what_a_person_wants_to_know(cmcl):
@@ -113,8 +153,6 @@ def test_a_bug_is_not_called_a_mistake(monkeypatch):
 
 
 def test_float_values_survive_json(cmcl, tmp_path):
-    from PIL import Image
-
     (tmp_path / "a").mkdir()
     Image.fromarray(np.full((2, 2, 3), 51, np.uint8)).save(tmp_path / "a" / "x.png")
     _, out, _ = cmcl("data", "check", "folder", "--root", tmp_path, "--json")

@@ -11,10 +11,13 @@ app = typer.Typer(help="Get data sets and look at them.", no_args_is_help=True)
 
 
 @app.command("list")
-def data_list() -> None:
+def data_list(as_json: AsJson = False) -> None:
     """List the sets."""
     from ..data import DATASETS
 
+    if as_json:
+        print_json([{"name": name, "what": description} for name, description in DATASETS.items()])
+        return
     for name, description in DATASETS.items():
         typer.echo(f"{name:<9} {description}")
 
