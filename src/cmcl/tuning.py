@@ -105,7 +105,7 @@ def tune(
         options: how runs are carried out.
         say: is told how each candidate did.
     """
-    from .experiments.recipes import BETAS, find
+    from .experiments.recipes import BETAS, find, grid
     from .experiments.run import run, run_folder
 
     base, out = find(name) if recipe is None else recipe, Path(out)
@@ -115,7 +115,7 @@ def tune(
         )
     if not 0 < validation < 1:
         raise ValueError(f"validation must be above 0 and below 1, to choose by. Got {validation}.")
-    candidates = _candidates(name, replace(base, validation=validation), betas or BETAS, overlaps)
+    candidates = grid(name, base, betas=betas or BETAS, overlaps=overlaps, validation=validation)
     shared: dict[str, Any] = {"out": out, "root": root, "options": options}
 
     def score(candidate: str, recipe: Recipe) -> float:
@@ -143,21 +143,6 @@ def tune(
     with replacing(out / f"tuning-{name}.json") as part:
         part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
-
-
-def _candidates(
-    name: str, base: Recipe, betas: Sequence[float], overlaps: Sequence[int] | None
-) -> dict[str, Recipe]:
-    """As `grid` makes them of a known recipe."""
-    from .experiments.recipes import OVERLAPS
-
-    m = base.members
-    overlaps = [k for k in OVERLAPS if k <= m] if overlaps is None else list(overlaps)
-    if not overlaps or min(overlaps) < 1 or max(overlaps) > m:
-        raise ValueError(f"overlaps must be between 1 and {m} (the number of members). Got {overlaps}.")
-    return {
-        f"{name}-beta{beta:g}-k{k}": replace(base, beta=beta, overlap=k) for beta in betas for k in overlaps
-    }
 
 
 def _held_out(name: str, recipe: Recipe, seeds: Sequence[int], shared: Mapping[str, Any]) -> float:

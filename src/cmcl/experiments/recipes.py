@@ -192,6 +192,7 @@ def find(name: str) -> Recipe:
 
 def grid(
     name: str,
+    recipe: Recipe | None = None,
     *,
     betas: Sequence[float] = BETAS,
     overlaps: Sequence[int] | None = None,
@@ -199,10 +200,12 @@ def grid(
 ) -> dict[str, Recipe]:
     """A recipe with every beta and K, by name. Part of the training set is held out to choose by.
 
-    With validation=0 there is only the test set to choose on, as in the paper, and the names say so. Where no
-    overlaps are given, they are those of the paper, as far as there are so many members.
+    `recipe` is what `name` stands for, if it is none of the known ones. With validation=0 there is only the
+    test set to choose on, as presumably in the paper, and the names say so. Where no overlaps are given, they
+    are those of the paper, as far as there are so many members.
     """
-    base, suffix = replace(find(name), validation=validation), "" if validation else "-chosen-on-test"
+    base = replace(recipe or find(name), validation=validation)
+    suffix = "" if validation else "-chosen-on-test"
     m = base.members
     overlaps = [k for k in OVERLAPS if k <= m] if overlaps is None else list(overlaps)
     if not overlaps or min(overlaps) < 1 or max(overlaps) > m:
