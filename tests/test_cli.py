@@ -167,7 +167,7 @@ WRITERS = {  # what each command writes to
     "train, records": ["train", "digits-cmcl", "--out", "HERE/runs", "--results"],
     "tune": ["tune", "digits-cmcl", "--out"],
     "demo": ["demo", "--out"],
-    "reproduce": ["reproduce", "table1", "--out"],
+    "reproduce": ["reproduce", "table1", "--results", "HERE/results", "--out"],
     "reproduce, records": ["reproduce", "table1", "--out", "HERE/runs", "--results"],
     "figures": ["report", "HERE", "--format", "svg", "-o"],
 }

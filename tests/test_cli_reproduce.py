@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cmcl.cli.reproduce import _go_on
 from cmcl.experiments import CELLS, find, paper
@@ -12,6 +13,7 @@ from cmcl.experiments.campaign import Job, Report
 from cmcl.experiments.paper import Cell, search, select
 from cmcl.experiments.recipes import BETAS, RECIPES
 
+NO_GPU = "" if torch.cuda.is_available() else r" \(no GPU was found\)"
 DIGITS = find("digits-ie")
 TINY = replace(
     DIGITS,
@@ -46,9 +48,7 @@ def test_a_dry_run_lists_cells_with_their_costs(reproduce):
         cell.name for cell in CELLS if cell.where[0] == "table1"
     ]
     assert lines[-1].startswith("5 runs, ")
-    assert re.search(r" in all, on .*\d threads?( \(no GPU was found\))?\.$", lines[-1]), (
-        "which device it would be"
-    )
+    assert re.search(rf" in all, on .*\d threads?{NO_GPU}\.$", lines[-1]), "which device it would be"
     code, out, _ = reproduce("table1", "--dry-run", "--json", "--seeds", 2)
     jobs = json.loads(out)
     assert code == 0

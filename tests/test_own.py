@@ -129,14 +129,21 @@ def test_a_loop_of_ones_own(tmp_path):
 
 
 def test_curves_of_a_loop_of_ones_own(trained, tmp_path):
-    """And of a `fit` without a folder; what was there of an earlier loop goes."""
+    """What was there of the same epochs goes, that of other seeds and of a stretch before stays."""
     _, ensemble, test, recipe, _ = trained
-    for losses in ((2.0, 1.0, 0.5), (1.5, 0.7)):
-        rows = [{"epoch": i, "loss": loss} for i, loss in enumerate(losses, start=1)]
-        result = cmcl.Result(steps=9, seconds=1.0, rows=rows)
-        cmcl.record(tmp_path / "mine", ensemble, test, recipe=recipe, result=result)
-        lines = (tmp_path / "mine" / "telemetry.jsonl").read_text().splitlines()
-        assert [json.loads(line) for line in lines] == rows
+    path = tmp_path / "mine" / "telemetry.jsonl"
+
+    def told(seed, losses, first=1):
+        rows = [{"epoch": i, "loss": torch.tensor(loss)} for i, loss in enumerate(losses, start=first)]
+        result = cmcl.Result(steps=9, seconds=1.0, seeds=[0, 1], rows=rows)
+        cmcl.record(tmp_path / "mine", ensemble, test, recipe=recipe, result=result, seed=seed)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return [[row["loss"] for row in rows if row["seed"] == own] for own in (0, 1)]
+
+    assert told(0, (2.0, 1.0, 0.5)) == [[2.0, 1.0, 0.5], []]
+    assert told(1, (4.0, torch.nan)) == [[2.0, 1.0, 0.5], [4.0, None]]
+    assert told(0, (1.5, 0.75)) == [[1.5, 0.75], [4.0, None]]
+    assert told(0, (0.25,), first=2) == [[1.5, 0.25], [4.0, None]]
     assert "Training curves" in cmcl.report.write([tmp_path], tmp_path / "r.html").read_text()
 
 

@@ -705,7 +705,7 @@ class TestRefusals:
 
     def test_a_folder_with_a_run(self, folder):
         with pytest.raises(
-            ValueError, match="holds one at step 4. Pass resume=True to go on with it, or name"
+            ValueError, match="It holds a run at step 4. Pass resume=True to go on with it, or name"
         ):
             go(folder)
         assert Checkpoints(folder / "checkpoints").latest().step == 4
@@ -714,7 +714,7 @@ class TestRefusals:
         go(folder, resume=True)
         with pytest.raises(ValueError, match="at step 20, finished. Pass resume=True to have its weights"):
             go(folder)
-        with pytest.raises(ValueError, match="at step 20. Pass resume=True to go on"):  # who knows how far
+        with pytest.raises(ValueError, match="at step 20, of another recipe. Name another folder"):
             go(folder, recipe=replace(RECIPE, epochs=2))
 
     @pytest.mark.parametrize(

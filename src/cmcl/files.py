@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+LIMIT = "which takes no file so large (a limit, or the kind of disk)", "Raise the limit"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a quota, a limit on file sizes
 
 
@@ -54,11 +55,10 @@ def needing_room(path: Path, checkpoints: Path | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        free = shutil.disk_usage(path.parent).free / 1e6
+        free = f"which has {shutil.disk_usage(path.parent).free / 1e6:.1f} MB left ({error.strerror})"
+        room, cure = (free, "Free some space") if error.errno != errno.EFBIG else LIMIT
         raise DiskFullError(
-            error.errno,
-            f"{path} must fit on its disk, which has {free:.1f} MB left ({error.strerror}). "
-            f"Free some space, {_afterwards(checkpoints)}",
+            error.errno, f"{path} must fit on its disk, {room}. {cure}, {_afterwards(checkpoints)}"
         ) from error
 
 

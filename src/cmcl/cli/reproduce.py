@@ -71,23 +71,24 @@ def reproduce(
     if status:
         _status(chosen, results, as_json)
         return
+    from ..experiments.campaign import plan
+
     searched = _search(chosen, search)
     wanted = [cell for several in searched.values() for cell in several] if search else chosen
-    if not dry_run:
-        check_writable_folder(out, "--out")
-        check_writable_folder(results, "--results")
-    places = {"results": results, "runs": out, "root": root}
+    how: dict[str, Any] = {
+        "seeds": range(seeds),
+        "results": results,
+        "runs": out,
+        "root": root,
+        "shard": shard,
+    }
+    how["options"] = engine_options(device, precision, quiet=quiet or dry_run)
     with on_ctrl_c(GO_ON):
+        if not dry_run and plan(wanted, **how):  # where nothing is missing, nothing is written
+            check_writable_folder(out, "--out")
+            check_writable_folder(results, "--results")
         report = _campaign(
-            wanted,
-            **places,
-            seeds=range(seeds),
-            shard=shard,
-            budget=budget,
-            unfinished=unfinished,
-            dry_run=dry_run,
-            options=engine_options(device, precision, quiet=quiet or dry_run),
-            say=not as_json,
+            wanted, **how, budget=budget, unfinished=unfinished, dry_run=dry_run, say=not as_json
         )
     if dry_run:
         _print_plan(report.jobs, as_json)

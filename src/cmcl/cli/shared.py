@@ -76,6 +76,8 @@ def check_writable(path: Path | None, option: str, *, replaced: bool = False) ->
         return
     if path.is_dir():
         raise ValueError(f"{option} must name a file. Got the folder {path}.")
+    if replaced and path.exists() and not path.is_file():  # /dev/stdout would become a file for everybody
+        raise ValueError(f"{option} must name a file, which is replaced. Got {path}, which is none.")
     there = path if path.exists() and not replaced else _nearest_existing(path.absolute().parent)
     if there != path and not there.is_dir():
         raise ValueError(f"{option} must name a file in a folder. Got {path}, but {there} is a file.")
@@ -87,6 +89,8 @@ def check_writable_folder(path: Path | None, option: str) -> None:
     if path is None:
         return
     there = _nearest_existing(path)
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{option} must name a folder. Got {path}, a link that leads nowhere.")
     if not there.is_dir():
         got = f"the file {path}" if there == path else f"{path}, but {there} is a file"
         raise ValueError(f"{option} must name a folder. Got {got}. Name another.")

@@ -65,17 +65,17 @@ def _images(images: Array, layout: str) -> Tensor:
         raise ValueError(f"layout must be 'NCHW' or 'NHWC'. Got {layout!r}.")
     if layout == "NHWC" and tensor.ndim == 4:
         return tensor.permute(0, 3, 1, 2).contiguous()
-    channels_first(tensor, "pass layout='NHWC'")
+    if looks_channels_last(tensor):
+        raise ValueError(
+            f"images must have shape (N,C,H,W). Got {tuple(tensor.shape)}, which looks like channels last: "
+            "pass layout='NHWC'."
+        )
     return tensor
 
 
-def channels_first(images: Tensor, cure: str) -> None:
-    """Refuse images (N,H,W,C): rows would be taken for channels."""
-    if images.ndim == 4 and images.shape[1] > 4 and images.shape[3] in {1, 3, 4}:
-        raise ValueError(
-            f"images must have shape (N,C,H,W). Got {tuple(images.shape)}, which looks like channels last: "
-            f"{cure}."
-        )
+def looks_channels_last(images: Tensor) -> bool:
+    """Whether rows would be taken for channels."""
+    return images.ndim == 4 and images.shape[1] > 4 and images.shape[3] in {1, 3, 4}
 
 
 def _targets(targets: Array) -> Tensor:

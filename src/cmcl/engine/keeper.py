@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoint, Checkpoints
 from .interrupt import Interrupt
 from .locking import locked
 from .state import State
@@ -51,16 +51,17 @@ class Keeper:
         if self.checkpoints is None or not (checkpoint := self.checkpoints.latest()):
             return
         if not resume:
-            same = checkpoint.state["recipe"] == self.state.facts()["recipe"]  # else: who knows its length?
-            finished = same and checkpoint.step >= self.steps
-            done = ", finished" if finished else ""
-            cure = "to have its weights again" if finished else "to go on with it"
-            raise ValueError(
-                f"{self.out} must be free, or its run is to be resumed. It holds one at step "
-                f"{checkpoint.step}{done}. Pass resume=True {cure}, or name another folder."
-            )
+            raise ValueError(f"{self.out} must be a new folder. {self._what_it_holds(checkpoint)}")
         self.state.restore(checkpoint)
         self._started = time.perf_counter() - checkpoint.state["seconds"]
+
+    def _what_it_holds(self, checkpoint: Checkpoint) -> str:
+        step = f"It holds a run at step {checkpoint.step}"
+        if checkpoint.state["recipe"] != self.state.facts()["recipe"]:
+            return f"{step}, of another recipe. Name another folder."
+        if checkpoint.step >= self.steps:
+            return f"{step}, finished. Pass resume=True to have its weights again, or name another folder."
+        return f"{step}. Pass resume=True to go on with it, or name another folder."
 
     def seconds(self) -> float:
         """Of training, over all the times the run was resumed."""

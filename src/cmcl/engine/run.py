@@ -6,7 +6,7 @@ R repeats (seeds) of one ensemble train together; N examples.
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from ..recipe import Recipe
 from ..telling import tell
-from .admission import check_kind, check_scored, first_answers
+from .admission import check_finite, check_kind, check_scored, first_answers
 from .capture import Captured, captured
 from .keeper import Keeper
 from .optimizer import set_lr
@@ -46,7 +46,7 @@ class Result:
     scores: list[dict[str, float]] = field(default_factory=list)  # on the test data, by repeat, in percent
     task: str | None = None  # the name of a task loss of the user's own
     data: str | None = None  # what was learned from, as far as it can be told in words
-    batch_size: int | None = None  # as it was; None: not known
+    batch_size: int | None = None  # of a DataLoader, where it tells; None: the recipe's
 
     def __post_init__(self) -> None:
         self.steps, self.seconds = index(self.steps), float(self.seconds)
@@ -76,20 +76,22 @@ class Run:
         task: TaskLoss | None = None,
         ignore_index: int | str | None = AUTO,
     ) -> None:
-        if isinstance(train, DataLoader) and train.batch_size:  # it decides, and records shall tell the truth
-            recipe = replace(recipe, batch_size=train.batch_size)
         self.recipe, self.options, self.test, self.task = recipe, options, test, task
         self.device = find_device(options.device)
+        self.loaded_size = train.batch_size if isinstance(train, DataLoader) else None
         check_kind("train", train)
         train, held_out = hold_out(limited(train, recipe.examples), recipe.validation)
         self.held_out = held_out or test  # what is looked at on the way
         place(ensembles, train, self.device)
         self.source, (images, targets) = source_of(train, ensembles[0], recipe, seeds, self.device)
         answers = first_answers(ensembles[0], images[:2].to(self.device))  # (M, 2, C, ...)
+        check_finite(ensembles[0], images, self.device)
         classes = answers.shape[2]
         self.ignore_given = ignore_index
         of_pixels = answers.ndim > 3 and (task is None or targets.shape[1:] == answers.shape[3:])
         self.ignore_index = resolved(ignore_index, targets, classes, dense=of_pixels)
+        if task is None:
+            checks.finite("train targets", targets)
         if task is None and not targets.is_floating_point():  # on a GPU a wrong label would end it all
             checks.label_range(targets, classes, self.ignore_index)
             self.source.expect(classes, self.ignore_index)
@@ -135,7 +137,7 @@ class Run:
             scores,
             task=self.state.task,
             data=self.source.told,
-            batch_size=self.recipe.batch_size,
+            batch_size=self.loaded_size,
         )
 
     def _epoch(self, epoch: int, step: Step | Captured) -> None:

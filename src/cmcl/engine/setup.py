@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .. import checks
-from ..data.arrays import channels_first
+from ..data.arrays import looks_channels_last
 from ..data.batches import epoch_seed
 from ..data.dataset import Dataset, few, split_validation
 from ..data.steps import MeanStd
 from ..ensemble import Ensemble
+from ..telling import tell
 
 Data = Dataset | tuple[Tensor, Tensor] | DataLoader[Any]
 
@@ -139,7 +140,11 @@ def place(ensembles: Sequence[Ensemble], train: Data, device: torch.device) -> N
             ensemble.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if isinstance(train, DataLoader) or tensors(train)[0].dtype != torch.uint8:
         return
-    channels_first(tensors(train)[0], "pass images.permute(0, 3, 1, 2)")
+    if not isinstance(train, Dataset) and looks_channels_last(train[0]):
+        tell(
+            f"images of shape {tuple(train[0].shape)} look like channels last, and are taken for (N,C,H,W). "
+            "If the channels are the last axis, pass images.permute(0, 3, 1, 2)."
+        )
     transform = ensembles[0].transform or MeanStd().fit(train if isinstance(train, Dataset) else train[0])
     for ensemble in ensembles:
         ensemble.transform = transform

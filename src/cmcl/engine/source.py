@@ -218,8 +218,4 @@ def source_of(
         return loaded, loaded.first()
     images, targets = tensors(train)
     images = ensemble.transformed(images)
-    checks.finite(
-        "train images", images
-    )  # or the first loss that is NaN would be blamed on the learning rate
-    checks.finite("train targets", targets)
     return Resident(images, targets, recipe.batch_size, seeds, device), (images, targets)

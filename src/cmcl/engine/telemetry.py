@@ -33,7 +33,7 @@ class Telemetry:
     def write(self, row: dict[str, Any]) -> None:
         """Append one row."""
         if self.path:
-            self._append(self.path, (json.dumps(_finite(row), allow_nan=False) + "\n").encode())
+            self._append(self.path, (json.dumps(finite(row), allow_nan=False) + "\n").encode())
         if self.events:
             numbers = {key: value for key, value in row.items() if key not in ("epoch", "seed")}
             named = _scalars(numbers, f"seed-{row['seed']}" if "seed" in row else "")
@@ -75,14 +75,14 @@ def _event(**content: Any) -> bytes:
     return record.getvalue()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """NaN and infinity as null: JSON has no such numbers, and strict readers refuse the whole line."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
+        return [finite(entry) for entry in value]
     return value
 
 

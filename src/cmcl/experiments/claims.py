@@ -202,6 +202,7 @@ def _times(records: Sequence[Record]) -> dict[tuple[Any, ...], dict[str, list[fl
     times: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for r in records:
         name = r.recipe["method"].upper() + (" with feature sharing" if r.recipe.get("sharing") else "")
+        name += " and stochastic labels" if r.recipe.get("labels") == "sampled" else ""
         compares = name in RIVALS or name.startswith("CMCL")  # the paper's IE shares nothing
         printed = r.name.startswith(("cifar10", "svhn", "icoseg")) and r.name in RECIPES
         ours = printed and r.complete and r.recipe_hash == RECIPES[r.name].hash

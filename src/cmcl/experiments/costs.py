@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median_low
 
 from safetensors import SafetensorError, safe_open
 
@@ -30,8 +31,8 @@ def expected_seconds(
         if record.device == device and record.full_length
     ]
     closest = max((likeness for likeness, _ in ratios), default=None)
-    # the fastest: the others may have had company on the device
-    correction = min((ratio for likeness, ratio in ratios if likeness == closest), default=1.0)
+    # of two the lower: the other may have had company on the device
+    correction = median_low([ratio for likeness, ratio in ratios if likeness == closest] or [1.0])
     return _rough(recipe, seeds, cpu) * correction
 
 

@@ -28,10 +28,8 @@ def within_noise(mine: Mapping[str, Any], other: Mapping[str, Any], examples: in
         return True
     variance, one = 0.0, 100 / examples if examples else 0.0
     for found, beside in ((mine, other), (other, mine)):
-        share, std = (
-            found["mean"] / 100,
-            next((s["std"] for s in (found, beside) if s["std"] is not None), 0.0),
-        )
+        share = found["mean"] / 100
+        std = next((one["std"] for one in (found, beside) if one["std"] is not None), 0.0)
         variance += 100 * one * share * (1 - share) + std**2 / found["n"]
     times = TIMES if examples else FEW.get(mine["n"] + other["n"] - 2, TIMES)
     # rounded: records hold six digits, and two images apart must count as two

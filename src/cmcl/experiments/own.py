@@ -1,6 +1,7 @@
 """A run of your own, measured: what `cmcl report` shows of named recipes, for any network and any inputs."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -20,8 +21,9 @@ from ..data.dataset import IGNORE, Dataset
 from ..engine import Options, Result
 from ..engine.admission import fitting
 from ..engine.setup import Data
-from ..engine.telemetry import Telemetry
+from ..engine.telemetry import finite
 from ..ensemble import Ensemble
+from ..files import replacing
 from ..recipe import Recipe
 from ..saving import saved_checksum
 from ..telling import without_addresses
@@ -72,8 +74,7 @@ def record(
     """
     _check_ensemble(ensemble)
     folder, recipe, seed = Path(folder), fitting(recipe, ensemble), _seed(result, seed)
-    if result.batch_size is not None:
-        recipe = replace(recipe, batch_size=result.batch_size)  # a DataLoader's may be another
+    recipe, rows = _as_loaded(recipe, result), [_plain({"seed": seed} | row) for row in result.rows]
     own = folder if len(result.seeds) == 1 else folder / f"seed{seed}"  # as `cmcl train` does
     if isinstance(test, Dataset) and ignore_index is not None:
         raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
@@ -103,18 +104,43 @@ def record(
     )
     if isinstance(data, Dataset):
         write_gallery(own / "gallery", answers.test, data, data.images)
-    if result.rows and not (folder / "checkpoints").exists():  # else `fit` wrote them, and those of before
-        _write_rows(folder / "telemetry.jsonl", result.rows)
     made.save(own / "record.json")
+    if rows:
+        _tell_again(folder / "telemetry.jsonl", rows)
     return made
 
 
-def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """How the run learned, for the report's curves."""
-    telemetry = Telemetry(path)
-    telemetry.rewind(0)
+def _as_loaded(recipe: Recipe, result: Result) -> Recipe:
+    """With the batch size of the DataLoader, where that decided."""
+    size = result.batch_size
+    if size is None:
+        return recipe
+    return replace(recipe, batch_size=size, accumulate=math.gcd(recipe.accumulate, size))
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of telemetry as JSON has it: tensors and numpy's numbers become plain ones."""
+    plain: dict[str, Any] = json.loads(json.dumps(row, default=lambda value: value.tolist()))
+    return plain
+
+
+def _tell_again(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """How a run learned, for the report's curves; in place of what was told of these epochs and later."""
+    begun: dict[int, float] = {}
     for row in rows:
-        telemetry.write(row)
+        begun.setdefault(row["seed"], row.get("epoch", 0))
+
+    def stays(line: str) -> bool:
+        try:
+            row = json.loads(line)
+            return bool(row["epoch"] < begun[row.get("seed", rows[0]["seed"])])
+        except (ValueError, TypeError, KeyError):  # another seed's, or nothing that we know
+            return True
+
+    old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = [*filter(stays, old), *(json.dumps(finite(row), allow_nan=False) for row in rows)]
+    with replacing(path) as part:
+        part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _check_ensemble(ensemble: Any) -> None:

@@ -31,12 +31,13 @@ def of_runs(records: Sequence[Record]) -> list[str]:
 def repeats(records: Sequence[Record]) -> list[list[Record]]:
     """Runs that differ in nothing but the seed.
 
-    Of a loop of one's own no record tells all that it did, so its runs must be called alike too, but for a
-    number at the end. Where a seed comes twice they differ in something; only names tell them apart then.
+    Of a loop of one's own no record tells all that it did, so its runs must be called alike too, but for the
+    seed at the end. Where a seed comes twice they differ in something; only names tell them apart then.
     """
     alike: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
-        name = "" if record.learned_from else _unnumbered(record.name)
+        told = record.learned_from or record.recipe["data"]
+        name = "" if told else _without_seed(record)
         alike.setdefault((kind(record), record.recipe_hash, str(record.complete), name), []).append(record)
     found: list[list[Record]] = []
     for group in chain.from_iterable(map(_by_what_was_learned, alike.values())):
@@ -47,9 +48,9 @@ def repeats(records: Sequence[Record]) -> list[list[Record]]:
     return found
 
 
-def _unnumbered(name: str) -> str:
+def _without_seed(record: Record) -> str:
     """mine of mine-seed2: loops of one's own often leave a folder for each seed."""
-    return re.sub(r"[-_ ]*(seed|run)?[-_ ]*\d+$", "", name)
+    return re.sub(rf"([-_ ]*(seed|run))?[-_ ]*(?<![\d.]){record.seed}$", "", record.name)
 
 
 def _each_seed_once(records: Sequence[Record]) -> bool:
