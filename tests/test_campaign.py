@@ -283,6 +283,8 @@ def test_costs_learn_from_records_of_the_same_device(go):
     )
     assert expected_seconds(resnet, 1, [slow], "H200", cpu=False) == pytest.approx(2 * rough)
     assert expected_seconds(resnet, 1, [slow], "another", cpu=False) == rough
+    alone = replace(slow, seed=1, seconds=slow.seconds / 2)  # the other had company
+    assert expected_seconds(resnet, 1, [slow, alone], "H200", cpu=False) == pytest.approx(rough)
     mcl = RECIPES["svhn-resnet20-mcl"]
     assert expected_seconds(mcl, 2, [slow], "H200", cpu=False) == pytest.approx(
         2 * expected_seconds(mcl, 2, [], "H200", cpu=False)

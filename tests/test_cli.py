@@ -14,6 +14,7 @@ import pytest
 from cmcl import __version__, cli
 from cmcl.cli.listing import NETWORKS
 from cmcl.cli.shared import print_table
+from cmcl.files import replacing
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [*cli.COMMANDS, "data"]
@@ -198,6 +199,37 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message.replace("HERE", str(tmp_path)) in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "locked"]
+
+
+def test_links_to_nowhere_and_what_is_no_file_are_told(cmcl, tmp_path):
+    (tmp_path / "dead").symlink_to(tmp_path / "gone")
+    for place in ("dead", "dead/runs"):
+        code, _, err = cmcl("train", "digits-ie", "--out", tmp_path / place)
+        assert code == 2
+        assert f"{tmp_path / 'dead'} is a link to nowhere" in err
+    os.mkfifo(tmp_path / "pipe")
+    code, _, err = cmcl("report", tmp_path, "-o", tmp_path / "pipe")
+    assert (code, "must name a file, which is replaced" in err) == (2, True)
+    with pytest.raises(ValueError, match="must be a file to be replaced"), replacing(tmp_path / "pipe"):
+        pass
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with replacing(tmp_path / "link") as part:
+        part.write_text("through")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "through"
+
+
+def test_a_run_folder_elsewhere_and_a_finished_campaign_need_no_room_here(cmcl, tmp_path, monkeypatch):
+    here = tmp_path / "locked"
+    assert cmcl("train", "digits-ie", "--epochs", 1, "--out", here)[0] == 0
+    (folder,) = here.iterdir()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK or Path(path) != here)
+    assert cmcl("train", "digits-ie", "--epochs", 1, "--out", here, "--resume")[0] == 0
+    (tmp_path / "file").touch()
+    done = ("reproduce", "fig1", "--results", ROOT / "results", "--out", tmp_path / "file")
+    assert cmcl(*done)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,20 @@ def test_curves_of_a_loop_of_ones_own(trained, tmp_path):
     assert told(0, (1.5, 0.75)) == [[1.5, 0.75], [4.0, None]]
     assert told(0, (0.25,), first=2) == [[1.5, 0.25], [4.0, None]]
     assert "Training curves" in cmcl.report.write([tmp_path], tmp_path / "r.html").read_text()
+    alone = cmcl.Result(steps=9, seconds=1.0, seeds=[7], rows=[{"epoch": 1, "loss": 3.0}])
+    cmcl.record(tmp_path / "mine", ensemble, test, recipe=recipe, result=alone)
+    assert len(path.read_text().splitlines()) == 1, "the folder is that of another run now"
+
+
+@pytest.mark.parametrize(
+    "row", [{"loss": 1.0}, {"epoch": None}, {"epoch": 1, "seed": [1]}, {"epoch": object()}, 7]
+)
+def test_rows_that_are_none_are_told_before_the_work(trained, tmp_path, row):
+    _, ensemble, test, recipe, _ = trained
+    result = cmcl.Result(steps=9, seconds=1.0, rows=[row])
+    with pytest.raises((TypeError, ValueError), match="rows must (be dicts|have a number)"):
+        cmcl.record(tmp_path / "mine", ensemble, test, recipe=recipe, result=result)
+    assert not (tmp_path / "mine").exists()
 
 
 def test_what_a_loop_says_of_itself():

@@ -714,7 +714,7 @@ class TestRefusals:
         go(folder, resume=True)
         with pytest.raises(ValueError, match="at step 20, finished. Pass resume=True to have its weights"):
             go(folder)
-        with pytest.raises(ValueError, match="at step 20, of another recipe. Name another folder"):
+        with pytest.raises(ValueError, match="at step 20, with other recipe. Name another folder"):
             go(folder, recipe=replace(RECIPE, epochs=2))
 
     @pytest.mark.parametrize(

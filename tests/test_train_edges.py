@@ -292,7 +292,8 @@ def test_a_loader_decides_the_batch_size_and_is_recorded(tmp_path):
     assert record(tmp_path, ensemble, data(), recipe=LINEAR, result=result).recipe["batch_size"] == 10
     parts = replace(LINEAR, accumulate=4)  # of the recipe's 8; of 10 it makes parts of other sizes
     result = fit(ensemble := apart(), loader, recipe=parts, options=QUIET)
-    assert record(tmp_path, ensemble, data(), recipe=parts, result=result).recipe["batch_size"] == 10
+    told = record(tmp_path, ensemble, data(), recipe=parts, result=result).recipe
+    assert (told["batch_size"], told["accumulate"]) == (8, 4), "no recipe has 10 in 4 parts"
     sampler = BatchSampler(SequentialSampler(range(40)), 10, drop_last=False)
     result = fit(
         apart(), DataLoader(TensorDataset(*data()), batch_sampler=sampler), recipe=LINEAR, options=QUIET
@@ -301,12 +302,23 @@ def test_a_loader_decides_the_batch_size_and_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_numbers_that_are_none_are_told_before_the_first_step(value):
+@pytest.mark.parametrize("first", [0, 5])
+def test_numbers_that_are_none_are_told_before_the_first_step(value, first):
     images, targets = data()
     images = images.clone()
-    images[5, 0] = images[9, 0] = value
-    with pytest.raises(ValueError, match="train images must be finite. Got .* in 2 of .*, first in number 5"):
+    images[first, 0, 0, 0] = images[9, 0, 0, 0] = value
+    told = f"train images hold NaN or infinity in 2 examples, first in number {first}"
+    errors = pytest.raises((ValueError, Diverged), match="Look for NaN in the inputs" if first == 0 else told)
+    with pytest.warns(UserWarning, match=told), errors:
         fit(apart(), (images, targets), recipe=LINEAR, options=QUIET)
+    with pytest.warns(UserWarning, match=told), pytest.raises(ValueError, match="(finite|NaN)"):
+        fit(apart(), (images, targets), recipe=replace(LINEAR, adversarial=0.1), options=QUIET)
+    soft = torch.full((len(images), CLASSES), 1 / CLASSES)
+    soft[3] = value
+    with pytest.raises(
+        ValueError, match="train targets must be finite. Got .* in 1 of 40 examples, first in numb"
+    ):
+        fit(apart(), (data()[0], soft), recipe=LINEAR, options=QUIET)
 
 
 def test_values_that_are_missing_are_left_to_networks_and_tasks_that_know_them():
@@ -321,7 +333,8 @@ def test_values_that_are_missing_are_left_to_networks_and_tasks_that_know_them()
     images, targets = data()
     images = images.clone()
     images[5, 0] = torch.nan
-    fit(apart(Filled), (images, targets), recipe=LINEAR, options=QUIET)
+    with pytest.warns(UserWarning, match="Networks that do not see to it will answer NaN"):
+        fit(apart(Filled), (images, targets), recipe=LINEAR, options=QUIET)
 
     def known(logits, targets):
         return nn.functional.cross_entropy(logits, targets.nan_to_num(0).long(), reduction="none")

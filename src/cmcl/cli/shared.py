@@ -89,8 +89,9 @@ def check_writable_folder(path: Path | None, option: str) -> None:
     if path is None:
         return
     there = _nearest_existing(path)
-    if path.is_symlink() and not path.exists():
-        raise ValueError(f"{option} must name a folder. Got {path}, a link that leads nowhere.")
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise ValueError(f"{option} must name a folder. Got {path}, but {place} is a link to nowhere.")
     if not there.is_dir():
         got = f"the file {path}" if there == path else f"{path}, but {there} is a file"
         raise ValueError(f"{option} must name a folder. Got {got}. Name another.")

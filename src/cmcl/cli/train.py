@@ -98,7 +98,7 @@ def train(
         folder = run_folder(out, name, changed, which)
         if not resume:
             _refuse_old(folder, changed)
-        check_writable_folder(folder if folder.exists() else out, "--out")
+        check_writable_folder(folder if folder.exists() or folder.is_symlink() else out, "--out")
         check_writable_folder(results, "--results")
         if results is not None:
             _refuse_recorded(results, folder, name, changed, which)

@@ -97,17 +97,6 @@ def first_answers(ensemble: Ensemble, images: Tensor) -> Tensor:
     return logits
 
 
-def check_finite(ensemble: Ensemble, images: Tensor, device: torch.device) -> None:
-    """No NaN or infinity that the networks pass on: the first loss would be blamed on the learning rate."""
-    bad = checks.not_finite(images)
-    if not bad:
-        return
-    with torch.no_grad(), in_eval(ensemble):
-        logits = ensemble(images[bad[:1] * 2].to(device))  # two, as for `first_answers`
-    if not logits.isfinite().all():  # else they see to it, as for values that are missing
-        checks.finite("train images", images)
-
-
 def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | str | None = AUTO) -> None:
     """Two examples, those with the lowest and the highest class, as they will be scored."""
     check_kind(name, data)

@@ -57,8 +57,12 @@ class Keeper:
 
     def _what_it_holds(self, checkpoint: Checkpoint) -> str:
         step = f"It holds a run at step {checkpoint.step}"
-        if checkpoint.state["recipe"] != self.state.facts()["recipe"]:
-            return f"{step}, of another recipe. Name another folder."
+        facts = self.state.facts()
+        other = [
+            name for name in ("recipe", "seeds", "task", "data") if checkpoint.state.get(name) != facts[name]
+        ]
+        if other:
+            return f"{step}, with other {' and '.join(other)}. Name another folder."
         if checkpoint.step >= self.steps:
             return f"{step}, finished. Pass resume=True to have its weights again, or name another folder."
         return f"{step}. Pass resume=True to go on with it, or name another folder."

@@ -19,7 +19,7 @@ from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from ..recipe import Recipe
 from ..telling import tell
-from .admission import check_finite, check_kind, check_scored, first_answers
+from .admission import check_kind, check_scored, first_answers
 from .capture import Captured, captured
 from .keeper import Keeper
 from .optimizer import set_lr
@@ -46,7 +46,7 @@ class Result:
     scores: list[dict[str, float]] = field(default_factory=list)  # on the test data, by repeat, in percent
     task: str | None = None  # the name of a task loss of the user's own
     data: str | None = None  # what was learned from, as far as it can be told in words
-    batch_size: int | None = None  # of a DataLoader, where it tells; None: the recipe's
+    batch_size: int | None = None  # of a DataLoader that tells it
 
     def __post_init__(self) -> None:
         self.steps, self.seconds = index(self.steps), float(self.seconds)
@@ -84,13 +84,18 @@ class Run:
         self.held_out = held_out or test  # what is looked at on the way
         place(ensembles, train, self.device)
         self.source, (images, targets) = source_of(train, ensembles[0], recipe, seeds, self.device)
+        self.not_finite = checks.not_finite(images) if isinstance(self.source, Resident) else []
+        if self.not_finite:
+            tell(
+                f"{self._strange()}. Networks that do not see to it will answer NaN: clean them, or leave "
+                "them out."
+            )
         answers = first_answers(ensembles[0], images[:2].to(self.device))  # (M, 2, C, ...)
-        check_finite(ensembles[0], images, self.device)
         classes = answers.shape[2]
         self.ignore_given = ignore_index
         of_pixels = answers.ndim > 3 and (task is None or targets.shape[1:] == answers.shape[3:])
         self.ignore_index = resolved(ignore_index, targets, classes, dense=of_pixels)
-        if task is None:
+        if task is None and isinstance(self.source, Resident):
             checks.finite("train targets", targets)
         if task is None and not targets.is_floating_point():  # on a GPU a wrong label would end it all
             checks.label_range(targets, classes, self.ignore_index)
@@ -243,8 +248,18 @@ class Run:
                     f"{self._whose(seed)}the loss of member {members}, or its gradient, is NaN or infinite "
                     f"at step {step}, with lr {self._lr(step):.3g}. The weights are those before it; so is a "
                     "checkpoint, if there is one. Try a smaller lr, clip=1, or precision='float32'"
-                    f"{'' if isinstance(self.source, Resident) else '; or look for NaN in what is loaded'}."
+                    f"{self._suspect()}."
                 )
+
+    def _strange(self) -> str:
+        first, n = self.not_finite[0], len(self.not_finite)
+        return f"train images hold NaN or infinity in {n} examples, first in number {first}"
+
+    def _suspect(self) -> str:
+        """What else a loss that is no number may come from."""
+        if not isinstance(self.source, Resident):
+            return "; or look for NaN in what is loaded"
+        return f"; or it is that {self._strange()}" if self.not_finite else ""
 
     def _open(self, stack: ExitStack, out: Path | None, resume: bool) -> None:
         options = self.options
@@ -293,5 +308,9 @@ class Run:
             return None
         if not isinstance(self.source, Resident):
             raise TypeError("train must be tensors for adversarial training. Got a DataLoader.")
+        if self.not_finite:
+            raise ValueError(
+                f"{self._strange()}. They must be finite for adversarial training: each has a range."
+            )
         images = self.source.images
         return self.recipe.adversarial * (images.amax(0) - images.amin(0))

@@ -201,8 +201,9 @@ def _times(records: Sequence[Record]) -> dict[tuple[Any, ...], dict[str, list[fl
     """Seconds by what must be alike, then by method."""
     times: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for r in records:
-        name = r.recipe["method"].upper() + (" with feature sharing" if r.recipe.get("sharing") else "")
-        name += " and stochastic labels" if r.recipe.get("labels") == "sampled" else ""
+        more = ["feature sharing"] * bool(r.recipe.get("sharing"))
+        more += ["stochastic labels"] * (r.recipe.get("labels") == "sampled")
+        name = r.recipe["method"].upper() + (f" with {' and '.join(more)}" if more else "")
         compares = name in RIVALS or name.startswith("CMCL")  # the paper's IE shares nothing
         printed = r.name.startswith(("cifar10", "svhn", "icoseg")) and r.name in RECIPES
         ours = printed and r.complete and r.recipe_hash == RECIPES[r.name].hash

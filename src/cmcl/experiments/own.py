@@ -74,7 +74,7 @@ def record(
     """
     _check_ensemble(ensemble)
     folder, recipe, seed = Path(folder), fitting(recipe, ensemble), _seed(result, seed)
-    recipe, rows = _as_loaded(recipe, result), [_plain({"seed": seed} | row) for row in result.rows]
+    recipe, rows = _as_loaded(recipe, result), [_plain(row, seed) for row in result.rows]
     own = folder if len(result.seeds) == 1 else folder / f"seed{seed}"  # as `cmcl train` does
     if isinstance(test, Dataset) and ignore_index is not None:
         raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
@@ -106,39 +106,42 @@ def record(
         write_gallery(own / "gallery", answers.test, data, data.images)
     made.save(own / "record.json")
     if rows:
-        _tell_again(folder / "telemetry.jsonl", rows)
+        _tell_again(folder / "telemetry.jsonl", rows, result.seeds)
     return made
 
 
 def _as_loaded(recipe: Recipe, result: Result) -> Recipe:
-    """With the batch size of the DataLoader, where that decided."""
+    """With the batch size of the DataLoader, where that decided; parts of unlike size no recipe can tell."""
     size = result.batch_size
-    if size is None:
-        return recipe
-    return replace(recipe, batch_size=size, accumulate=math.gcd(recipe.accumulate, size))
+    return replace(recipe, batch_size=size) if size and size % recipe.accumulate == 0 else recipe
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
+def _plain(row: Any, seed: int) -> dict[str, Any]:
     """A row of telemetry as JSON has it: tensors and numpy's numbers become plain ones."""
-    plain: dict[str, Any] = json.loads(json.dumps(row, default=lambda value: value.tolist()))
-    return plain
+    try:
+        plain = json.loads(json.dumps({"seed": seed} | row, default=lambda value: value.tolist()))
+    except (TypeError, AttributeError) as error:
+        raise TypeError(f"rows must be dicts of JSON values, tensors or arrays. Got {error}.") from None
+    if not all(isinstance(plain.get(key), kind) for key, kind in (("epoch", int | float), ("seed", int))):
+        raise ValueError(f"rows must have a number 'epoch', and whole numbers for 'seed'. Got {plain}.")
+    return {key: finite(value) for key, value in plain.items()}
 
 
-def _tell_again(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """How a run learned, for the report's curves; in place of what was told of these epochs and later."""
-    begun: dict[int, float] = {}
-    for row in rows:
-        begun.setdefault(row["seed"], row.get("epoch", 0))
+def _tell_again(path: Path, rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> None:
+    """How a run learned, for the report's curves; what was told of its seeds before these epochs stays."""
+    begun = {
+        seed: min(row["epoch"] for row in rows if row["seed"] == seed) for seed in {r["seed"] for r in rows}
+    }
 
     def stays(line: str) -> bool:
         try:
             row = json.loads(line)
-            return bool(row["epoch"] < begun[row.get("seed", rows[0]["seed"])])
-        except (ValueError, TypeError, KeyError):  # another seed's, or nothing that we know
-            return True
+            return row["seed"] in seeds and row["epoch"] < begun.get(row["seed"], math.inf)
+        except (ValueError, TypeError, KeyError):  # what a kill cut short
+            return False
 
-    old = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    lines = [*filter(stays, old), *(json.dumps(finite(row), allow_nan=False) for row in rows)]
+    old = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    lines = [*filter(stays, old), *(json.dumps(row, allow_nan=False) for row in rows)]
     with replacing(path) as part:
         part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 

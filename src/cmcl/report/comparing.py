@@ -36,7 +36,7 @@ def repeats(records: Sequence[Record]) -> list[list[Record]]:
     """
     alike: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
-        told = record.learned_from or record.recipe["data"]
+        told = record.learned_from or "train" in record.checksums  # by `fit`, or by a command
         name = "" if told else _without_seed(record)
         alike.setdefault((kind(record), record.recipe_hash, str(record.complete), name), []).append(record)
     found: list[list[Record]] = []
@@ -50,7 +50,7 @@ def repeats(records: Sequence[Record]) -> list[list[Record]]:
 
 def _without_seed(record: Record) -> str:
     """mine of mine-seed2: loops of one's own often leave a folder for each seed."""
-    return re.sub(rf"([-_ ]*(seed|run))?[-_ ]*(?<![\d.]){record.seed}$", "", record.name)
+    return re.sub(rf"([-_ ]*(seed|run))?[-_ ]*(?<!\d)(?<!\d\.)0*{record.seed}$", "", record.name)
 
 
 def _each_seed_once(records: Sequence[Record]) -> bool:
