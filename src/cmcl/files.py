@@ -25,7 +25,7 @@ def replacing(path: Path, checkpoints: Path | None = None) -> Iterator[Path]:
     `checkpoints` is as for `needing_room`.
     """
     path = path.resolve() if path.is_symlink() else path  # the link stays
-    if path.exists() and not path.is_file():  # /dev/null would become a file for everybody
+    if os.path.lexists(path) and not path.is_file():  # /dev/null would become a file for everybody
         raise ValueError(f"{path} must be a file to be replaced. Got something else. Name another place.")
     with needing_room(path, checkpoints), _renamed_to(path) as part:
         yield part

@@ -93,7 +93,6 @@ def test_a_whole_file_of_another_fit_is_not_read(tmp_path, digits):
     assert torch.equal(found.transform(digits.images), fit.transform(digits.images))
 
 
-@pytest.mark.filterwarnings("ignore:.* could not be written .*going on without a cache")
 def test_a_cache_that_may_not_be_entered_does_not_stop_the_work(tmp_path, digits, monkeypatch):
     def refused(*_):
         raise PermissionError(13, "Permission denied")
