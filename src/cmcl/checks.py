@@ -212,21 +212,18 @@ def inputs(x: Tensor, transform: object = None) -> Tensor:
 
 def finite(name: str, examples: Tensor) -> None:
     """Neither NaN nor infinity among examples (N, ...)."""
-    if bad := not_finite(examples):
-        raise ValueError(
-            f"{name} must be finite. Got NaN or infinity in {len(bad)} of {len(examples)} examples, first in "
-            f"number {bad[0]}. Clean them, or leave them out."
-        )
+    if found := not_finite(examples):
+        raise ValueError(f"{name} must be finite. Got {found}. Clean them, or leave them out.")
 
 
-def not_finite(examples: Tensor) -> list[int]:
-    """Which of the examples (N, ...) hold NaN or infinity."""
+def not_finite(examples: Tensor) -> str:
+    """Where examples (N, ...) hold NaN or infinity, in words; empty if nowhere."""
     if not examples.is_floating_point() or not examples.numel():
-        return []
+        return ""
     if torch.stack(examples.aminmax()).isfinite().all():  # in one pass, and without a copy of them
-        return []
-    bad: list[int] = (~examples.reshape(len(examples), -1).isfinite().all(1)).nonzero().flatten().tolist()
-    return bad
+        return ""
+    bad = (~examples.reshape(len(examples), -1).isfinite().all(1)).nonzero().flatten().tolist()
+    return f"NaN or infinity in {len(bad)} of {len(examples)} examples, first in number {bad[0]}"
 
 
 def is_pair(value: object) -> bool:

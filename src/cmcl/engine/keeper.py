@@ -57,11 +57,7 @@ class Keeper:
 
     def _what_it_holds(self, checkpoint: Checkpoint) -> str:
         step = f"It holds a run at step {checkpoint.step}"
-        facts = self.state.facts()
-        other = [
-            name for name in ("recipe", "seeds", "task", "data") if checkpoint.state.get(name) != facts[name]
-        ]
-        if other:
+        if other := self.state.unlike(checkpoint):
             return f"{step}, with other {' and '.join(other)}. Name another folder."
         if checkpoint.step >= self.steps:
             return f"{step}, finished. Pass resume=True to have its weights again, or name another folder."

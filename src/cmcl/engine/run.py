@@ -84,11 +84,11 @@ class Run:
         self.held_out = held_out or test  # what is looked at on the way
         place(ensembles, train, self.device)
         self.source, (images, targets) = source_of(train, ensembles[0], recipe, seeds, self.device)
-        self.not_finite = checks.not_finite(images) if isinstance(self.source, Resident) else []
+        self.not_finite = checks.not_finite(images) if isinstance(self.source, Resident) else ""
         if self.not_finite:
             tell(
-                f"{self._strange()}. Networks that do not see to it will answer NaN: clean them, or leave "
-                "them out."
+                f"train images hold {self.not_finite}. Networks that do not see to it will answer NaN: clean "
+                "them, or leave them out."
             )
         answers = first_answers(ensembles[0], images[:2].to(self.device))  # (M, 2, C, ...)
         classes = answers.shape[2]
@@ -251,15 +251,11 @@ class Run:
                     f"{self._suspect()}."
                 )
 
-    def _strange(self) -> str:
-        first, n = self.not_finite[0], len(self.not_finite)
-        return f"train images hold NaN or infinity in {n} examples, first in number {first}"
-
     def _suspect(self) -> str:
         """What else a loss that is no number may come from."""
         if not isinstance(self.source, Resident):
             return "; or look for NaN in what is loaded"
-        return f"; or it is that {self._strange()}" if self.not_finite else ""
+        return f"; or it is {self.not_finite} of train" if self.not_finite else ""
 
     def _open(self, stack: ExitStack, out: Path | None, resume: bool) -> None:
         options = self.options
@@ -309,8 +305,6 @@ class Run:
         if not isinstance(self.source, Resident):
             raise TypeError("train must be tensors for adversarial training. Got a DataLoader.")
         if self.not_finite:
-            raise ValueError(
-                f"{self._strange()}. They must be finite for adversarial training: each has a range."
-            )
+            raise ValueError(f"train images must be finite for adversarial training. Got {self.not_finite}.")
         images = self.source.images
         return self.recipe.adversarial * (images.amax(0) - images.amin(0))

@@ -81,14 +81,19 @@ class State:
             "alarms": [alarm.state() for alarm in self.alarms],
         }
 
+    def unlike(self, checkpoint: Checkpoint) -> list[str]:
+        """What is another than in the checkpoint's run, so that it cannot be gone on with."""
+        facts, kept = self.facts(), checkpoint.state
+        return [
+            name for name in ("recipe", "seeds", "task", "data") if kept.get(name, facts[name]) != facts[name]
+        ]
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint of the same run."""
-        facts = self.facts()
-        for name in ("recipe", "seeds", "task", "data"):
-            kept, now = checkpoint.state.get(name, facts[name]), facts[name]
-            if kept != now:
-                kept, now = _differences(kept, now) if isinstance(kept, dict) else (kept, now)
-                raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")
+        for name in self.unlike(checkpoint):
+            kept, now = checkpoint.state[name], self.facts()[name]
+            kept, now = _differences(kept, now) if isinstance(kept, dict) else (kept, now)
+            raise ValueError(f"{name} must be that of the run to be resumed, {kept}. Got {now}.")
         own, saved = self.tensors(), checkpoint.tensors
         if (CUDA in own) != (CUDA in saved):  # what is drawn there cannot be drawn elsewhere
             begun = "CUDA" if CUDA in saved else "another kind of device than CUDA"
