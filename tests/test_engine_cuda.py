@@ -533,7 +533,7 @@ class TestNaN:
         ensemble = build()
         options = Options(quiet=True, compile=False, checkpoint_seconds=0.0)
         recipe = Recipe(members=M, epochs=2, batch_size=B, lr=0.01)
-        with pytest.raises(Diverged) as error:
+        with pytest.warns(UserWarning, match="train images hold NaN"), pytest.raises(Diverged) as error:
             fit(ensemble, (images, targets), recipe=recipe, seed=5, out=tmp_path, options=options)
         said = "the loss of member [0, 1, 2], or its gradient, is NaN or infinite at step"
         assert f"{said} {bad}, with lr 0.01" in str(error.value)

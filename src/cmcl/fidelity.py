@@ -17,12 +17,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .members import Output, logits_of
-from .telling import first_line, tell
+from .telling import first_line, private_torch, tell
 from .tracing import CannotCutError
 
 TOLERANCE = 0.01  # of the values' norm; what is computed in another order differs by far less
 
 Run = Callable[[nn.Module, Tensor], Any]
+
+
+# Private in torch: without it, a transformed ensemble (torch.func) cannot be told from a plain one.
+_is_wrapped = private_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: False)
 
 
 def can_compare(x: Tensor, weights: Iterable[Tensor], *, training: bool) -> bool:
@@ -31,8 +35,8 @@ def can_compare(x: Tensor, weights: Iterable[Tensor], *, training: bool) -> bool
         not torch.compiler.is_compiling()
         and type(x) is Tensor
         and len(x) > training  # batch normalisation learns from no fewer than two
-        and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, (x, *weights)))
-        and torch._C._get_tracing_state() is None
+        and not any(map(_is_wrapped, (x, *weights)))
+        and not torch.jit.is_tracing()
         and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

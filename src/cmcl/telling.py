@@ -4,7 +4,8 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
 Part = TypeVar("Part")
 
@@ -15,6 +16,18 @@ def tell(text: str) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("cmcl", "torch"):
         frame = frame.f_back
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def private_torch(path: str, instead: Any) -> Any:
+    """A private attribute of torch by its full path; where this torch has none, `instead` and one warning."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        import torch
+
+        tell(f"torch {torch.__version__} has no {path}; cmcl works without it, with fewer checks or slower.")
+        return instead
 
 
 def watched(parts: Sequence[Part], title: str) -> Iterable[Part]:

@@ -10,16 +10,15 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, jit, nn
-from torch.utils._pytree import tree_map_only
 
 from . import checks
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _CONSTANTS = ("_tensor_constant", "_opaque_obj")  # as fx calls what is neither computed nor a weight
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -85,7 +84,7 @@ class _Tracer(fx.Tracer):
 
 
 def _detached(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+    return fx.node.map_aggregate(value, lambda v: v.detach() if isinstance(v, torch.Tensor) else v)
 
 
 def _without_grad(target: Callable[..., Any] | str) -> Callable[..., Any]:
@@ -135,11 +134,22 @@ def _random_states() -> tuple[Any, ...]:
 
 def _check_not_in_function() -> None:
     """Refuses a torch.autograd.Function: the trace would hold its forward, and lose its backward."""
-    frame = sys._getframe()
-    while frame := frame.f_back:  # type: ignore[assignment]
-        if frame.f_code is _APPLY:
-            name = frame.f_locals["cls"].__name__
-            raise TypeError(f"{name} is a torch.autograd.Function, whose gradient would be lost")
+    frame: FrameType | None = sys._getframe()
+    functions = {code: kind for kind in _subclasses(torch.autograd.Function) if (code := _forward_code(kind))}
+    while frame := frame and frame.f_back:
+        if kind := functions.get(frame.f_code):
+            raise TypeError(f"{kind.__name__} is a torch.autograd.Function, whose gradient would be lost")
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)
+
+
+def _forward_code(function: Any) -> CodeType | None:
+    """The code of a Function's own forward, below what decorates it (torch.amp.custom_fwd)."""
+    return getattr(inspect.unwrap(function.forward), "__code__", None)
 
 
 def trace(module: nn.Module, names: Sequence[str], *, argument: str = "share_after") -> list[fx.Node]:

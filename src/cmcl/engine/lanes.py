@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..members import in_turn
-from ..telling import first_line
+from ..telling import first_line, private_torch
 
 Function = Callable[..., Any]
 
@@ -29,7 +29,7 @@ class Compiler:
         def run(*args: Any, **options: Any) -> Any:
             try:
                 return self._fast[function](*args, **options)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except private_torch("torch._dynamo.exc.TorchDynamoException", RuntimeError) as error:
                 self._fast[function] = function
                 if not self._warned:  # where one cannot be compiled, the others often cannot either
                     self._warned, reason = True, first_line(getattr(error, "inner_exception", error))

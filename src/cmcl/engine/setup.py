@@ -5,7 +5,7 @@ N examples, M members.
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..data.batches import epoch_seed
 from ..data.dataset import Dataset, few, split_validation
 from ..data.steps import MeanStd
 from ..ensemble import Ensemble
-from ..telling import tell
+from ..telling import private_torch, tell
 
 Data = Dataset | tuple[Tensor, Tensor] | DataLoader[Any]
 
@@ -102,12 +102,18 @@ def compiler_settings() -> Iterator[None]:
     backward pass is compiled with the forward pass, so that what fails there, too, can run uncompiled; it may
     not reuse what is saved for it, because adversarial training goes back twice.
     """
-    from torch._dynamo import config as dynamo  # slow to import, and not there before the first compilation
-    from torch._functorch import config as functorch
-
-    eager = functorch.patch(force_non_lazy_backward_lowering=True, donated_buffer=False)
-    with dynamo.patch(recompile_limit=256), eager:
+    with (
+        _patched("torch._dynamo.config", recompile_limit=256),
+        _patched("torch._functorch.config", force_non_lazy_backward_lowering=True, donated_buffer=False),
+    ):
         yield
+
+
+def _patched(path: str, **values: Any) -> AbstractContextManager[Any]:
+    """A private config module of torch with other values; those that this torch does not have stay out."""
+    config = private_torch(path, None)  # slow to import, and not there before the first compilation
+    known = {key: value for key, value in values.items() if private_torch(f"{path}.{key}", None) is not None}
+    return config.patch(**known) if config is not None and known else nullcontext()
 
 
 def limited(train: Data, count: int | None) -> Data:

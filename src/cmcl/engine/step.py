@@ -21,6 +21,7 @@ from ..ensemble import Ensemble
 from ..members import in_turn
 from ..objectives import OracleLoss, confident_oracle_loss
 from ..recipe import Recipe
+from ..telling import private_torch
 from .lanes import Compiler, Lanes
 from .source import Source
 from .tally import Tally, count
@@ -157,10 +158,9 @@ def _measure(
 
 def _clip(ensemble: Ensemble, limit: float | None) -> Tensor:
     """The norm of an ensemble's gradient, which is shortened if the recipe sets a limit."""
-    gradients = [p.grad for p in ensemble.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in ensemble.parameters() if p.grad is not None])
     if limit is not None:
-        torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+        torch.nn.utils.clip_grads_with_norm_(ensemble.parameters(), limit, norm)
     return norm
 
 
@@ -177,7 +177,15 @@ def _undo(broken: Tensor, buffers: dict[str, Tensor], before: dict[str, Tensor])
     fitting = {name: b for name, b in buffers.items() if name in before and _alike(b, before[name])}
     for group in _by_dtype(fitting):
         values = torch.where(broken > 0, _flat({name: before[name] for name in group}), _flat(group))
-        torch._foreach_copy_(list(group.values()), _views(values, group))
+        _copy_all(list(group.values()), _views(values, group))
+
+
+def _copy_each(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        one.copy_(other)
+
+
+_copy_all = private_torch("torch._foreach_copy_", _copy_each)  # one launch for all
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
