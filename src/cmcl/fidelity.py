@@ -36,7 +36,7 @@ def can_compare(x: Tensor, weights: Iterable[Tensor], *, training: bool) -> bool
         and type(x) is Tensor
         and len(x) > training  # batch normalisation learns from no fewer than two
         and not any(map(_is_wrapped, (x, *weights)))
-        and not torch.jit.is_tracing()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
