@@ -141,7 +141,7 @@ def _check_not_in_function() -> None:
             raise TypeError(f"{kind.__name__} is a torch.autograd.Function, whose gradient would be lost")
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     for below in kind.__subclasses__():
         yield below
         yield from _subclasses(below)
