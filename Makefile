@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PARALLEL := -n logical --dist worksteal  # a process per core; tests run on one thread each
 
-.PHONY: demo test test-slow test-browser lint documents constraints clean
+.PHONY: demo test test-slow test-unpinned test-browser lint documents constraints clean
 
 demo: $(READY)           ## the main job on data that needs no download
 	$(BIN)/cmcl demo
@@ -14,6 +14,9 @@ test: $(READY)           ## the tests, fast enough to be run all the time
 
 test-slow: $(READY)      ## the tests that take longer
 	$(BIN)/python -m pytest $(PARALLEL) -m slow
+
+test-unpinned:           ## a new user's install: newest versions, an empty folder; TORCH=2.11.0 for the oldest torch
+	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/unpinned
 
 test-browser: $(READY)   ## the report in a real browser, the system's chromium (installed here on Debian, by root)
 	command -v chromium || apt-get install --yes chromium

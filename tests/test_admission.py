@@ -88,9 +88,7 @@ class TestData:
             fit(apart(), data(), recipe=LINEAR, test=(images.double(), targets), options=QUIET)
         with pytest.raises(ValueError, match=r"compute in float64: convert by images.double\(\)\.$"):
             fit(apart().double(), data(), recipe=LINEAR, options=QUIET)
-        with pytest.raises(
-            ValueError, match=r"of shape \(1, 5, 4\) and this answer: mat1 and mat2 shapes [^:]*\.$"
-        ):
+        with pytest.raises(ValueError, match=r"of shape \(1, 5, 4\) and this answer: .*mat1 and mat2.*\.$"):
             fit(apart(), (images[..., 1:], targets), recipe=LINEAR, options=QUIET)
 
     def test_bytes_that_are_no_images(self):

@@ -397,7 +397,7 @@ def scripted():
     return nn.Sequential(torch.jit.script(nn.Linear(6, 8)), nn.Linear(8, 5))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
 @pytest.mark.parametrize("network", [Branching, Masked, scripted])
 def test_what_cannot_be_recorded_is_one_clear_error(network, tmp_path, capfd):
     with pytest.raises(ValueError, match="must be networks that torch.export can record") as raised:

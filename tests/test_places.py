@@ -218,7 +218,7 @@ def test_weights_are_no_features():
     assert places["1"].suggested
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_torchscript_parts_are_places():
     def scripted():
         return nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(6, 5), nn.ReLU())), nn.Linear(5, 3))
