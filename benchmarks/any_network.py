@@ -2,8 +2,8 @@
 
     python benchmarks/any_network.py [--out results/any-network.txt]
 
-Needs torchvision and timm. For every network: the place that `find_places` suggests and its features, how
-far the cut network's logits are from the whole one's, and how many of its parameters one step of CMCL
+Needs torchvision and timm. For every network: the place that `shareable_layers` suggests and its features,
+how far the cut network's logits are from the whole one's, and how many of its parameters one step of CMCL
 reaches with a gradient. Weights are random, nothing is downloaded.
 """
 
@@ -20,7 +20,7 @@ import torchvision
 from torch import nn
 
 import cmcl
-from cmcl.experiments.environment import commit, versions
+from cmcl.reproduction.environment import commit, versions
 
 # Names by library and size of the images in pixels.
 NETWORKS = """
@@ -53,7 +53,7 @@ def check(build: Callable[[], nn.Module], size: int) -> str:
     """One row: places, suggestion, features, difference, parameters reached."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, size, size)
-    places = cmcl.find_places(build(), x)
+    places = cmcl.shareable_layers(build(), x)
     usable = [place for place in places if place.problem is None]
     found = next((place for place in places if place.suggested), None)
     if found is None:

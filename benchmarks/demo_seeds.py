@@ -15,12 +15,12 @@ from statistics import fmean, stdev
 
 import torch
 
-from cmcl.demo import METHODS, one_thread, scores
-from cmcl.engine import Options
-from cmcl.experiments import find
-from cmcl.experiments.environment import commit
-from cmcl.experiments.records import Record
-from cmcl.experiments.run import run
+from cmcl.reproduction import find
+from cmcl.reproduction.demo import METHODS, one_thread, scores
+from cmcl.reproduction.environment import commit
+from cmcl.reproduction.records import Record
+from cmcl.reproduction.run import run
+from cmcl.training import Options
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import cmcl
 from cmcl.cli.runs import find_ensembles, open_ensemble
 from cmcl.data.dataset import Dataset, split_validation, spread
-from cmcl.experiments.environment import commit, device_name, versions
 from cmcl.networks import SplitNetwork
 from cmcl.networks.cnn import DropoutPool, PlainDropout
+from cmcl.reproduction.environment import commit, device_name, versions
 
 TREATMENTS = {"shrunk": 1, "expected": 1, "drawn once": 1, "drawn 8 times": 8}  # how often each is asked
 

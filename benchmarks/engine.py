@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import cmcl.engine.step
+import cmcl.training.step
 from cmcl import Ensemble, Options, Recipe, networks
-from cmcl.engine.capture import Captured
-from cmcl.engine.run import Run
-from cmcl.engine.setup import settings
-from cmcl.engine.step import Step
+from cmcl.training.capture import Captured
+from cmcl.training.run import Run
+from cmcl.training.setup import settings
+from cmcl.training.step import Step
 
 BATCH = {"resnet20": 128, "vggnet17": 128, "cnn": 64}
 BARS = {"resnet20": 7.0, "vggnet17": 4.0, "cnn": 2.5}  # the plain fp32 loop over the engine, on an H200
@@ -223,7 +223,7 @@ class Work:
         """Only where calls return when they are done, as on a CPU."""
         places = [
             (Ensemble, "forward"),
-            (cmcl.engine.step, "confident_oracle_loss"),
+            (cmcl.training.step, "confident_oracle_loss"),
             (Tensor, "backward"),
             (torch.optim.SGD, "step"),
         ]

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cmcl import Ensemble, Options, networks
-from cmcl.engine import run as loop
-from cmcl.engine.capture import Captured, captured
-from cmcl.engine.lanes import Compiler
-from cmcl.engine.setup import settings
-from cmcl.engine.step import Step
-from cmcl.experiments.environment import commit, device_name, versions
+from cmcl.reproduction.environment import commit, device_name, versions
+from cmcl.training import run as loop
+from cmcl.training.capture import Captured, captured
+from cmcl.training.lanes import Compiler
+from cmcl.training.setup import settings
+from cmcl.training.step import Step
 
 
 class PlainNorm(nn.Module):

@@ -18,8 +18,8 @@ import onnxruntime
 import torch
 
 import cmcl
-from cmcl.experiments.environment import commit, device_name, versions
 from cmcl.export import export
+from cmcl.reproduction.environment import commit, device_name, versions
 
 ZOO = Path(__file__).parents[1] / "zoo" / "svhn-resnet20-cmcl"
 CALLS = {1: 20, 64: 3}  # images -> calls of each in a round

@@ -14,8 +14,8 @@ from engine import BATCH, CMCL, fast_kernels
 from torch.profiler import ProfilerActivity, profile
 
 from cmcl import Ensemble, Options, networks
-from cmcl.engine.run import Run
-from cmcl.engine.setup import settings
+from cmcl.training.run import Run
+from cmcl.training.setup import settings
 
 REPLAYS = 20
 

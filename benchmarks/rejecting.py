@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import cmcl
-from cmcl.experiments.environment import commit, device_name, versions
-from cmcl.rejecting import ABSTAIN, SCORES, calibrate, decide, temperature, tempered, uncertainty
+from cmcl.calibration import ABSTAIN, SCORES, calibrate, decide, temperature, tempered, uncertainty
+from cmcl.reproduction.environment import commit, device_name, versions
 
 ROOT = Path(__file__).parents[1]
 METHODS = {"ie": "cifar10-resnet20-ie", "cmcl": "cifar10-resnet20-cmcl"}

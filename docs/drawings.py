@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 from PIL import Image
 
-from cmcl.experiments import find
+from cmcl.reproduction import find
 
 ROOT = Path(__file__).parents[1]
 REJECTING = ROOT / "results" / "rejecting.json"
@@ -282,7 +282,7 @@ def answers() -> Figure:
 
 def tuning(path: Path) -> None:
     """The rounds of `cmcl tune`, drawn by itself."""
-    from cmcl.tuning import plot
+    from cmcl.reproduction.tuning import plot
 
     plot(json.loads(TUNING.read_text()), path)
 

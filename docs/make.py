@@ -12,10 +12,10 @@ from typing import Any
 import matplotlib as mpl
 from drawings import DRAWN, RECORDS, ROOT, STYLE, digest, segmentation_errors
 
-from cmcl.experiments import RECIPES, find
-from cmcl.experiments.paper import select
-from cmcl.experiments.records import Record, load_records
 from cmcl.report.documents import fill
+from cmcl.reproduction import RECIPES, find
+from cmcl.reproduction.paper import select
+from cmcl.reproduction.records import Record, load_records
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PICTURES = ROOT / "docs" / "pictures"

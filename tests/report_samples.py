@@ -8,8 +8,8 @@ from pathlib import Path
 from PIL import Image
 
 from cmcl.data.published import CHECKSUMS
-from cmcl.experiments import CELLS, find
-from cmcl.experiments.records import Record
+from cmcl.reproduction import CELLS, find
+from cmcl.reproduction.records import Record
 
 BINS = 50
 

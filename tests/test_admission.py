@@ -14,8 +14,8 @@ import cmcl
 from cmcl import Ensemble, Options, Recipe, evaluate, fit
 from cmcl.data.dataset import IGNORE
 from cmcl.data.preprocess import MeanStd
-from cmcl.engine.admission import check_scored
-from cmcl.saving import Missing
+from cmcl.serialization import Missing
+from cmcl.training.admission import check_scored
 from test_train import CLASSES, QUIET, data, identical, weights
 from test_train_edges import LINEAR, apart, dataset, linear
 
@@ -213,7 +213,7 @@ class TestScoredData:
         ids=["labels", "size", "soft", "raw", "none", "fewer"],
     )
     def test_mistakes(self, test, reason, monkeypatch):
-        monkeypatch.setattr(cmcl.engine.run.Run, "go", lambda *_: pytest.fail("it began to train"))
+        monkeypatch.setattr(cmcl.training.run.Run, "go", lambda *_: pytest.fail("it began to train"))
         with pytest.raises(ValueError, match=f"test must .*{reason}"):
             fit(apart(), data(), recipe=LINEAR, test=test, options=QUIET)
 
@@ -302,7 +302,7 @@ def test_options():
 
 def test_held_out_data_are_looked_at_first(monkeypatch):
     seen = []
-    monkeypatch.setattr(cmcl.engine.run, "check_scored", lambda name, *_: seen.append(name))
+    monkeypatch.setattr(cmcl.training.run, "check_scored", lambda name, *_: seen.append(name))
     recipe = replace(LINEAR, validation=0.25, epochs=1)
     fit(apart(), dataset(), recipe=recipe, test=data(), options=QUIET)
     assert seen == ["the held-out part of train", "test"]
@@ -310,7 +310,7 @@ def test_held_out_data_are_looked_at_first(monkeypatch):
 
 class TestScoredLoaders:
     def test_are_looked_at_before_the_first_step(self, monkeypatch):
-        monkeypatch.setattr(cmcl.engine.run.Run, "go", lambda *_: pytest.fail("it began to train"))
+        monkeypatch.setattr(cmcl.training.run.Run, "go", lambda *_: pytest.fail("it began to train"))
         images, targets = data()
 
         def refused(error, match, dataset):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cmcl import Ensemble, Options, Recipe, fit
-from cmcl.adversarial import adversarial_logits
+from cmcl.training.adversarial import adversarial_logits
 
 EPSILON = torch.tensor(0.1)
 QUIET = Options(quiet=True)

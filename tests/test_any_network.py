@@ -285,4 +285,4 @@ def test_networks_of_libraries(library, name, place, side):
         alone = torch.stack([member(x) for member in ensemble.members])
         torch.testing.assert_close(ensemble(x), alone)
     cmcl.confident_oracle_loss(ensemble.train()(x), torch.tensor([0, 1])).total.backward()
-    assert any(found.suggested for found in cmcl.find_places(ensemble.members[0], x))
+    assert any(found.suggested for found in cmcl.shareable_layers(ensemble.members[0], x))

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cmcl import Ensemble, Options, Recipe, fit
-from cmcl.engine import Interrupted
+from cmcl.training import Interrupted
 from test_train import before_step, data, identical, interrupt, told, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:the run ends in its warm start", "ignore:.*won under a tenth")

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import cmcl
-from cmcl.engine.checkpoint import Checkpoints
-from cmcl.experiments import CELLS, Cell, __main__, environment
-from cmcl.experiments import campaign as module
-from cmcl.experiments.campaign import campaign, parse_budget, plan
-from cmcl.experiments.costs import START, at_its_own_speed, expected_seconds
-from cmcl.experiments.deadline import stopping_after
-from cmcl.experiments.recipes import DIGITS, OUTSIDE, RECIPES
-from cmcl.experiments.records import load_records, summarise
-from cmcl.experiments.run import run, run_folder
+from cmcl.reproduction import CELLS, Cell, __main__, environment
+from cmcl.reproduction import campaign as module
+from cmcl.reproduction.campaign import campaign, parse_budget, plan
+from cmcl.reproduction.costs import START, at_its_own_speed, expected_seconds
+from cmcl.reproduction.deadline import stopping_after
+from cmcl.reproduction.recipes import DIGITS, OUTSIDE, RECIPES
+from cmcl.reproduction.records import load_records, summarise
+from cmcl.reproduction.run import run, run_folder
+from cmcl.training.checkpoint import Checkpoints
 
 OPTIONS = cmcl.Options(device="cpu", quiet=True)
 TINY = replace(
@@ -199,7 +199,7 @@ def test_an_interrupt_ends_the_campaign_and_a_failure_does_not(go, monkeypatch, 
     assert names(report) == ["tiny-ie"]
 
     def stop(*rest, **more):
-        raise cmcl.engine.Interrupted("stopped by SIGINT")
+        raise cmcl.training.Interrupted("stopped by SIGINT")
 
     monkeypatch.setattr(module, "run", stop)
     assert list(go(MCL, LONG).left) == ["tiny-mcl seed 0"]
@@ -210,8 +210,8 @@ def test_killed_and_started_again(go, tmp_path):
     recipes = {name: recipe.to_json() for name, recipe in TINIES.items()}
     code = f"""
 import torch, cmcl
-from cmcl.experiments import Cell, RECIPES
-from cmcl.experiments.campaign import campaign
+from cmcl.reproduction import Cell, RECIPES
+from cmcl.reproduction.campaign import campaign
 torch.set_num_threads(1)
 RECIPES |= {{name: cmcl.Recipe.from_json(values) for name, values in {recipes!r}.items()}}
 RECIPES["tiny-long"] = __import__("dataclasses").replace(RECIPES["tiny-long"], steps=10**6)

@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cmcl
-from cmcl.engine.checkpoint import Checkpoints
-from cmcl.engine.interrupt import Interrupt
-from cmcl.engine.locking import FolderInUseError, locked
-from cmcl.files import DiskFullError
+from cmcl._files import DiskFullError
+from cmcl.training.checkpoint import Checkpoints
+from cmcl.training.interrupt import Interrupt
+from cmcl.training.locking import FolderInUseError, locked
 
 MOVES = {
     "as it is": lambda t: t,
@@ -379,7 +379,7 @@ RUN = """
 import os, stat, sys, time, warnings
 from pathlib import Path
 import torch
-from cmcl.engine.checkpoint import Checkpoints
+from cmcl.training.checkpoint import Checkpoints
 warnings.simplefilter("error")  # a kill must not even look like damage
 
 def reach(stage):
@@ -477,7 +477,7 @@ class TestKill:
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from cmcl.engine.locking import locked
+from cmcl.training.locking import locked
 with locked(Path(sys.argv[1])):
     worker = os.fork()
     if worker:
@@ -539,7 +539,7 @@ class TestLock:
 # Three loops, ended by SIGINT, by SIGTERM and by SIGINT twice.
 LOOPS = """
 import signal, time
-from cmcl.engine.interrupt import Interrupt
+from cmcl.training.interrupt import Interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in case the tests run in the background of a shell
 for _ in range(2):
     with Interrupt() as interrupt:

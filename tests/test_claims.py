@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cmcl.experiments import CELLS, TARGETS, find
-from cmcl.experiments.claims import FAILS, HOLDS, JUDGES, NEARLY, UNDECIDED, UNKNOWN, UNMEASURED, judge
-from cmcl.experiments.specialists import median_entropy, pooled, specialisation
+from cmcl.reproduction import CELLS, TARGETS, find
+from cmcl.reproduction.claims import FAILS, HOLDS, JUDGES, NEARLY, UNDECIDED, UNKNOWN, UNMEASURED, judge
+from cmcl.reproduction.specialists import median_entropy, pooled, specialisation
 from report_samples import made_record, whole_paper
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cmcl import __version__, cli
+from cmcl._files import replacing
 from cmcl.cli.listing import NETWORKS
 from cmcl.cli.shared import print_table
-from cmcl.files import replacing
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [*cli.COMMANDS, "data"]
@@ -93,7 +93,7 @@ def test_help_and_lists_load_nothing_heavy(arguments):
 
 def test_list_has_everything(cmcl):
     from cmcl.data import DATASETS
-    from cmcl.experiments import RECIPES
+    from cmcl.reproduction import RECIPES
 
     code, out, _ = cmcl("list", "--json")
     found = json.loads(out)

@@ -135,8 +135,8 @@ def test_what_is_missing(cmcl, here, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["places", "cnn", "--input", "784"], "must describe an input that cnn takes. Got 784;"),
-        (["places", "my_own_net:network", "--input", "1,9,9"], "Got 1,9,9;"),
+        (["layers", "cnn", "--input", "784"], "must describe an input that cnn takes. Got 784;"),
+        (["layers", "my_own_net:network", "--input", "1,9,9"], "Got 1,9,9;"),
         (
             ["export", "runs/mine", "--example", "float64.npy", "-o", "m.pt2", *MINE],
             "they compute in float32.",
@@ -184,7 +184,7 @@ def test_a_fault_that_is_not_the_users_keeps_its_traceback(here, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr("cmcl.saving.load", broken)
+    monkeypatch.setattr("cmcl.serialization.load", broken)
     monkeypatch.setattr(sys, "argv", ["cmcl", "predict", "runs/mine", "digit.png", *MINE])
     with pytest.raises(RuntimeError, match="ours"):
         cli.main()
@@ -194,7 +194,7 @@ def test_a_fault_that_is_not_the_users_keeps_its_traceback(here, monkeypatch):
     "command", [["export", "runs/mine", "--example", "inputs.npy"], ["reject", "runs/mine"]]
 )
 def test_a_folder_to_write_to_is_refused_before_the_work(cmcl, here, monkeypatch, tmp_path, command):
-    monkeypatch.setattr("cmcl.saving.load", pytest.fail)
+    monkeypatch.setattr("cmcl.serialization.load", pytest.fail)
     code, _, err = cmcl(*command, "-o", tmp_path)
     assert code == 2
     assert "--out must name a file. Got the folder" in err

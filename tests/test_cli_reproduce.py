@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cmcl.cli.reproduce import _go_on
-from cmcl.experiments import CELLS, find, paper
-from cmcl.experiments.campaign import Job, Report
-from cmcl.experiments.paper import Cell, search, select
-from cmcl.experiments.recipes import BETAS, RECIPES
+from cmcl.reproduction import CELLS, find, paper
+from cmcl.reproduction.campaign import Job, Report
+from cmcl.reproduction.paper import Cell, search, select
+from cmcl.reproduction.recipes import BETAS, RECIPES
 
 NO_GPU = "" if torch.cuda.is_available() else r" \(no GPU was found\)"
 DIGITS = find("digits-ie")
@@ -112,7 +112,7 @@ def test_ctrl_c_while_measuring(reproduce, tiny, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("cmcl.experiments.run.measure", interrupt)
+        patch.setattr("cmcl.reproduction.run.measure", interrupt)
         code, _, err = reproduce("table9", "--quiet", "--device", "cpu")
     assert (code, err) == (130, "cmcl: stopped. What was saved is kept: the same command goes on.\n")
     assert reproduce("table9", "--quiet", "--device", "cpu")[0] == 0
@@ -152,7 +152,7 @@ class TestSearch:
         assert on_test.name.endswith("-chosen-on-test")
 
     def test_every_name_of_a_search_finds_its_recipe(self):
-        from cmcl.experiments import grid
+        from cmcl.reproduction import grid
 
         for validation in (0.1, 0.0):
             for name, recipe in grid("svhn-resnet20-cmcl", validation=validation).items():

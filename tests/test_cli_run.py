@@ -17,15 +17,15 @@ from PIL import Image
 from scipy.io import savemat
 
 import cmcl as package
+from cmcl.calibration import Threshold, uncertainty
 from cmcl.cli.runs import SETS, classes_of, data_of, find_ensembles, first_ensemble, number_as, seek
 from cmcl.cli.train import change, changed_name
 from cmcl.data.dataset import spread
 from cmcl.data.preprocess import MeanStd
-from cmcl.experiments import find
-from cmcl.experiments.recipes import RECIPES, SHAPES
-from cmcl.experiments.records import Record
-from cmcl.experiments.run import few
-from cmcl.rejecting import Threshold, uncertainty
+from cmcl.reproduction import find
+from cmcl.reproduction.recipes import RECIPES, SHAPES
+from cmcl.reproduction.records import Record
+from cmcl.reproduction.run import few
 
 TINY = replace(
     find("digits-300-cmcl"),
@@ -58,7 +58,7 @@ def tiny(monkeypatch):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run folder, to be looked at only."""
-    from cmcl.experiments.run import run, run_folder
+    from cmcl.reproduction.run import run, run_folder
 
     out = tmp_path_factory.mktemp("runs")
     run(TINY, (0,), out=out, name="tiny-cmcl", options=package.Options(device="cpu", quiet=True))
@@ -156,7 +156,7 @@ class TestTrain:
         assert process.returncode == 3
         assert "stopped by SIGINT at step" in err.splitlines()[-1]
 
-    @pytest.mark.parametrize("moment", ["cmcl.experiments.run.fit", "cmcl.experiments.run.measure"])
+    @pytest.mark.parametrize("moment", ["cmcl.reproduction.run.fit", "cmcl.reproduction.run.measure"])
     def test_ctrl_c_at_another_moment(self, cmcl, tmp_path, monkeypatch, moment):
         """Before the first step, and after the last: the one has nothing to lose, the other loses nothing."""
 
@@ -174,7 +174,7 @@ class TestTrain:
 
     @pytest.mark.filterwarnings("default")  # shown, as to a user
     def test_dead_members_are_told_of_even_when_quiet(self, cmcl, tmp_path, monkeypatch):
-        monkeypatch.setattr("cmcl.engine.telemetry.DeadMembers.update", lambda self, rates: [1])
+        monkeypatch.setattr("cmcl.training.telemetry.DeadMembers.update", lambda self, rates: [1])
         code, out, err = cmcl("train", "tiny-cmcl", "--out", tmp_path, "--quiet", "--json", "--device", "cpu")
         assert code == 0
         assert json.loads(out)["results"]
@@ -756,7 +756,7 @@ class TestPredict:
     def test_no_threshold(self, cmcl, trained, pictures, tmp_path, monkeypatch, text, message):
         if text is not None:
             (tmp_path / "t.json").write_text(text)
-        monkeypatch.setattr("cmcl.saving.load", pytest.fail)
+        monkeypatch.setattr("cmcl.serialization.load", pytest.fail)
         code, _, err = cmcl("predict", trained, *pictures, "--threshold", tmp_path / "t.json")
         assert code == 2
         assert message in err
@@ -866,7 +866,7 @@ def test_root_need_not_hold_the_set_of_the_preprocessing(cmcl, tmp_path, monkeyp
     network = package.networks.cnn
     ensemble = package.Ensemble(lambda: network(filters=(2, 2), kernel=3, padding=1, hidden=None), 2)
     ensemble.transform = MeanStd().fit(package.data.load("svhn", root=tmp_path / "sets"))
-    monkeypatch.setattr("cmcl.saving.SMALL", 0)  # as if it were whitening
+    monkeypatch.setattr("cmcl.serialization.SMALL", 0)  # as if it were whitening
     ensemble.save(tmp_path / "saved")
     own = ["--data", "folder", "--root", tmp_path / "pictures"]
     monkeypatch.setenv("CMCL_DATA", str(tmp_path / "sets"))

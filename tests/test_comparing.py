@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cmcl
-from cmcl.experiments.own import described
-from cmcl.experiments.records import Record
 from cmcl.report.comparing import of_runs, repeats
+from cmcl.reproduction.own import described
+from cmcl.reproduction.records import Record
 from own_runs import network, recorded, small
 
 

@@ -12,7 +12,7 @@ import torch
 from cmcl.cli.demo import MORE_SEEDS
 from cmcl.cli.demo import demo as cli_demo
 from cmcl.demo import METHODS, demo
-from cmcl.experiments.recipes import RECIPES
+from cmcl.reproduction.recipes import RECIPES
 
 
 def test_the_command_shows_the_seed_that_the_function_does():

@@ -21,7 +21,7 @@ def test_what_was_learned_is_kept_when_scoring_fails(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise MemoryError("no room for the answers")
 
-    monkeypatch.setattr(cmcl.engine.run, "evaluate", broken)
+    monkeypatch.setattr(cmcl.training.run, "evaluate", broken)
     options = replace(QUIET, checkpoint_seconds=1e9)
     given = {"recipe": LINEAR, "seed": [0, 1], "test": data(), "options": options}
     torch.manual_seed(0)
@@ -41,7 +41,7 @@ def test_what_was_learned_is_kept_when_telemetry_cannot_be_written(tmp_path, mon
     def broken(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(cmcl.engine.telemetry.Telemetry, "write", broken)
+    monkeypatch.setattr(cmcl.training.telemetry.Telemetry, "write", broken)
     with pytest.raises(OSError, match="gone"):
         fit(apart(), data(), recipe=LINEAR, out=tmp_path, options=replace(QUIET, checkpoint_seconds=1e9))
     assert list((tmp_path / "checkpoints").glob("step-00000005-*"))

@@ -22,14 +22,14 @@ import torch
 from torch import nn
 
 from cmcl import Ensemble, Options, Recipe, fit
-from cmcl.engine import Diverged, Interrupted
-from cmcl.engine.capture import Captured
-from cmcl.engine.checkpoint import Checkpoints
-from cmcl.engine.optimizer import set_lr
-from cmcl.engine.source import Resident
-from cmcl.engine.state import State
-from cmcl.engine.step import Step
 from cmcl.networks import NETWORKS, resnet20
+from cmcl.training import Diverged, Interrupted
+from cmcl.training.capture import Captured
+from cmcl.training.checkpoint import Checkpoints
+from cmcl.training.optimizer import set_lr
+from cmcl.training.source import Resident
+from cmcl.training.state import State
+from cmcl.training.step import Step
 from helpers import only_our_warnings
 
 pytestmark = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from cmcl import Ensemble, OneStem, share_features
+from cmcl import Ensemble, SharedStemEnsemble, share_features
 from cmcl.data.preprocess import MeanStd
 from cmcl.modes import in_eval
 from helpers import draw_masks
@@ -160,7 +160,7 @@ class TestForward:
         with pytest.raises(AttributeError):
             Ensemble(Net, 2).share_after = "act"
 
-    @pytest.mark.parametrize("build", [Ensemble, partial(OneStem, stem="0")])
+    @pytest.mark.parametrize("build", [Ensemble, partial(SharedStemEnsemble, stem="0")])
     def test_raw_images_are_not_for_forward(self, build):
         ensemble = build(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(18, 3)), 2)
         images = torch.randint(256, (6, 1, 5, 5), dtype=torch.uint8)

@@ -14,10 +14,10 @@ from torch import nn
 import cmcl
 from cmcl import Ensemble, load
 from cmcl import export as exporting
+from cmcl._files import DiskFullError
 from cmcl.data import load as load_data
 from cmcl.data.preprocess import GCN, ZCA, Chain, MeanStd
 from cmcl.export import ABOUT, OUTPUTS, TOLERANCE, export, onnx_runner
-from cmcl.files import DiskFullError
 
 ONNX = all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 needs_onnx = pytest.mark.skipif(not ONNX, reason="needs pip install 'confident-mcl[export]'")

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cmcl
-from cmcl import Ensemble, find_places
-from cmcl.finetuning import OneStem
+from cmcl import Ensemble, shareable_layers
+from cmcl.pretrained import SharedStemEnsemble
 from cmcl.tracing import CannotCutError
 
 
@@ -250,7 +250,7 @@ class TwiceInTraining(nn.Module):
 
 
 def test_calls_are_counted_in_both_modes():
-    place = find_places(TwiceInTraining(), torch.randn(2, 4))[0]
+    place = shareable_layers(TwiceInTraining(), torch.randn(2, 4))[0]
     assert place.problem == "it is called 2 times in forward, and must be called once"
 
 
@@ -271,7 +271,7 @@ class Knot(nn.Module):
 
 def test_a_part_of_the_stem_that_is_used_again():
     with pytest.raises(CannotCutError, match=r"'block.0' is used before and after it"):
-        OneStem(Knot, 2, stem="block")
+        SharedStemEnsemble(Knot, 2, stem="block")
 
 
 def test_nothing_is_touched():
@@ -302,7 +302,7 @@ def test_also_where_no_gradients_are_wanted(around_it):
 
 def test_one_stem_is_checked_too():
     for freeze, mode in product((False, True), repeat=2):
-        ensemble = OneStem(around(Doubles), 2, stem="0", freeze=freeze).train(mode)
+        ensemble = SharedStemEnsemble(around(Doubles), 2, stem="0", freeze=freeze).train(mode)
         with pytest.raises(CannotCutError, match="after '0': in two pieces its outputs are others"):
             ensemble(torch.randn(3, 4))
 
@@ -313,7 +313,7 @@ def test_a_frozen_stem_is_compared_as_it_was_cut():
     def build():
         return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 5), nn.Linear(5, 3))
 
-    ensemble = OneStem(build, 2, stem="1", freeze=True).train()
+    ensemble = SharedStemEnsemble(build, 2, stem="1", freeze=True).train()
     assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import cmcl
-from cmcl import OneStem, from_pretrained
+from cmcl import SharedStemEnsemble, from_pretrained
 from lookalikes import KINDS, ResNet, UNet, ViT, images
 
 STEM = ("conv1", "bn1", "layer1")  # of a ResNet up to layer1
@@ -295,7 +295,7 @@ class TestOneStem:
     def test_a_folder_keeps_it(self, ensemble, freeze, share_after, tmp_path):
         ensemble.save(tmp_path)
         loaded = cmcl.load(tmp_path, network=ResNet)
-        assert isinstance(loaded, OneStem)
+        assert isinstance(loaded, SharedStemEnsemble)
         assert (loaded.stem, loaded.freeze, loaded.share_after) == ("layer1", freeze, share_after)
         x = images()
         assert loaded.predict(x).probs.equal(ensemble.predict(x).probs)
@@ -380,30 +380,30 @@ def test_a_killed_run_goes_on(pretrained, tmp_path):
 
 def test_parameters_of_the_stem_itself_are_held_once():
     """A vision transformer's class token and position embedding belong to no layer."""
-    ensemble = OneStem(ViT, 2, stem="blocks.0")
+    ensemble = SharedStemEnsemble(ViT, 2, stem="blocks.0")
     assert ensemble.members[0].class_token is ensemble.members[1].class_token
     assert "members.1.pos_embedding" not in ensemble.state_dict()
-    ensemble = OneStem(ViT, 2, stem="blocks.0", freeze=True)
+    ensemble = SharedStemEnsemble(ViT, 2, stem="blocks.0", freeze=True)
     assert not ensemble.members[0].class_token.requires_grad
 
 
 def test_a_network_from_scratch():
     torch.manual_seed(0)
     network, inputs, *_ = KINDS["mlp"]
-    ensemble = OneStem(network, 4, stem="1", share_after="3")
+    ensemble = SharedStemEnsemble(network, 4, stem="1", share_after="3")
     assert ensemble(inputs()).shape == (4, 3, 4)
 
 
 def test_our_networks():
-    ensemble = OneStem(cmcl.networks.resnet20, 2, stem="stem")
+    ensemble = SharedStemEnsemble(cmcl.networks.resnet20, 2, stem="stem")
     assert ensemble(images(2)).shape == (2, 2, 10)
     with pytest.raises(ValueError, match="FCN|SplitNetwork cannot be cut"):
-        OneStem(cmcl.networks.fcn, 2, stem="stem")
+        SharedStemEnsemble(cmcl.networks.fcn, 2, stem="stem")
 
 
 def test_skips_that_pass_by_a_stem():
     with pytest.raises(ValueError, match=r"other values than its output are used after it \(down1"):
-        OneStem(UNet, 2, stem="down2")
+        SharedStemEnsemble(UNet, 2, stem="down2")
 
 
 def test_a_part_used_on_both_sides():
@@ -416,7 +416,7 @@ def test_a_part_used_on_both_sides():
             return self.c(self.a(self.b(self.a(x))))
 
     with pytest.raises(ValueError, match="'a' is used before and after it"):
-        OneStem(Twice, 2, stem="b")
+        SharedStemEnsemble(Twice, 2, stem="b")
 
 
 class Tied(nn.Module):
@@ -432,10 +432,10 @@ class Tied(nn.Module):
 
 def test_a_weight_tied_across_the_stem():
     with pytest.raises(ValueError, match="'a.weight' before it and 'b.weight' are one tied weight"):
-        OneStem(Tied, 2, stem="a")
+        SharedStemEnsemble(Tied, 2, stem="a")
     with pytest.raises(ValueError, match="tied weight"):
         from_pretrained(Tied(), 2, head="head", stem="act", freeze=True)
-    ensemble = OneStem(Tied, 2, stem="b")  # tied within the stem
+    ensemble = SharedStemEnsemble(Tied, 2, stem="b")  # tied within the stem
     assert all(member.a.weight is member.b.weight for member in ensemble.members)
 
 
@@ -487,7 +487,7 @@ def test_a_stem_of_buffers_is_held_once():
             super().__init__()
             self.norm, self.act = Frozen(), nn.ReLU()
 
-    ensemble = OneStem(Net, 2, stem="act").eval()
+    ensemble = SharedStemEnsemble(Net, 2, stem="act").eval()
     x = images()
     assert "members.1.norm.scale" not in ensemble.state_dict()
     ensemble.members[0].norm.scale.fill_(2.0)
@@ -498,12 +498,12 @@ def test_members_that_are_not_alike():
     plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
     deeper = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.ReLU(), nn.Linear(4, 3))
     with pytest.raises(ValueError, match="members must be alike up to '1'. Member 1 is not like member 0"):
-        OneStem([plain, deeper], stem="1")
+        SharedStemEnsemble([plain, deeper], stem="1")
 
 
 def test_the_engine_takes_gradients_of_features_used_many_times():
     """On a GPU the members' trunks run on streams of their own, over one and the same tensor."""
-    from cmcl.engine.lanes import _Joined
+    from cmcl.training.lanes import _Joined
 
     h = torch.randn(2, 3, requires_grad=True)
     a, b = _Joined.apply(h, h)

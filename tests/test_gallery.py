@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cmcl.data.dataset import IGNORE, Dataset
-from cmcl.experiments.gallery import disputed, write_gallery
+from cmcl.reproduction.gallery import disputed, write_gallery
 
 
 def pixels(path):

@@ -175,7 +175,7 @@ class TestRecorded:
 
 
 def test_nothing_to_score_is_told_before_the_first_step(monkeypatch):
-    monkeypatch.setattr(cmcl.engine.run.Run, "go", lambda *_: pytest.fail("it began to train"))
+    monkeypatch.setattr(cmcl.training.run.Run, "go", lambda *_: pytest.fail("it began to train"))
     images, targets = masks(-1)
     given = {"recipe": PIXELS, "ignore_index": -1, "options": QUIET}
     with pytest.raises(ValueError, match="test must fit .*must hold more than ignore_index"):

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cmcl.engine.checkpoint import Checkpoints
+from cmcl.training.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parents[1]
 KILLS, SEED = 25, 20260
@@ -32,8 +32,8 @@ CHILD = '''
 import os, sys, time
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
 from pathlib import Path
-import cmcl.files, cmcl.engine.checkpoint
-from cmcl.engine import checkpoint, source, step, telemetry, train
+import cmcl._files, cmcl.training.checkpoint
+from cmcl.training import checkpoint, source, step, telemetry, train
 from dataclasses import replace
 import test_train as t
 

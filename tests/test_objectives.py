@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cmcl import checks, confident_oracle_loss, independent_loss, oracle_loss
+from cmcl import _checks, confident_oracle_loss, independent_loss, oracle_loss
 
 LOG2, LOG3 = math.log(2), math.log(3)
 
@@ -405,4 +405,4 @@ def test_labels_are_looked_at_as_one_would_by_hand(values, classes, dtype, ignor
     wrong = [value for value in values if value != ignore and value >= classes]
     targets = torch.tensor(values, dtype=torch.long).to(dtype)
     with pytest.raises(ValueError, match=f"to {max(wrong)};") if wrong else nullcontext():
-        checks.label_range(targets, classes, ignore)
+        _checks.label_range(targets, classes, ignore)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 from cmcl import Ensemble, Recipe
-from cmcl.engine.optimizer import make_optimizer
+from cmcl.training.optimizer import make_optimizer
 
 RECIPE = Recipe(members=2, steps=1, lr=0.5, momentum=0.0, weight_decay=0.2)
 

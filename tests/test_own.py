@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cmcl
-from cmcl.experiments.records import Record
+from cmcl.reproduction.records import Record
 from own_runs import network, recorded, small
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cmcl.experiments import CELLS, RECIPES, TARGETS, find, grid
-from cmcl.experiments.paper import select
+from cmcl.reproduction import CELLS, RECIPES, TARGETS, find, grid
+from cmcl.reproduction.paper import select
 
 BY_ID = {cell.id: cell for cell in CELLS}
 
@@ -140,6 +140,6 @@ def test_searches_hold_data_out():
 
 
 def test_listing_needs_no_torch():
-    code = "import sys, cmcl.experiments; sys.exit('torch' in sys.modules)"
+    code = "import sys, cmcl.reproduction; sys.exit('torch' in sys.modules)"
     source = str(Path(__file__).parents[1] / "src")
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": source})

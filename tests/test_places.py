@@ -12,8 +12,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import cmcl
-from cmcl import Ensemble, find_places
-from cmcl.cli.places import places as places_command
+from cmcl import Ensemble, shareable_layers
+from cmcl.cli.layers import places as places_command
 from cmcl.split import split
 from lookalikes import KINDS, ResNet, UNet, images, mlp, vectors
 
@@ -26,7 +26,7 @@ def suggested(places):
 @pytest.mark.parametrize("name", KINDS)
 def test_the_suggestion(name):
     network, inputs, _, expected = KINDS[name]
-    place = suggested(find_places(network(), inputs()))
+    place = suggested(shareable_layers(network(), inputs()))
     assert place.name == expected
     assert place.problem is None
     assert not place.crossed
@@ -36,7 +36,7 @@ def test_the_suggestion(name):
 def test_every_place_offered_can_be_cut_and_the_others_cannot(name):
     network, inputs, *_ = KINDS[name]
     net, x = network().eval(), inputs()
-    for place in find_places(net, x):
+    for place in shareable_layers(net, x):
         if place.problem is None:
             halves = split(net, place.name)
             h, rest = halves.stem(net, x)
@@ -54,7 +54,7 @@ def by_name(places):
 
 
 def test_why_not():
-    places = by_name(find_places(ResNet(), images()))
+    places = by_name(shareable_layers(ResNet(), images()))
     assert places["layer1.0.relu"].problem == "it is called 2 times"
     assert places["fc"].problem == "it is the network's output"
     assert places["layer1.0.conv1"].crossed
@@ -63,7 +63,7 @@ def test_why_not():
 
 
 def test_skips_pass_by_all_of_a_u_net_but_its_first_level():
-    places = by_name(find_places(UNet(), images()))
+    places = by_name(shareable_layers(UNet(), images()))
     assert not places["down1"].crossed
     assert all(places[name].crossed for name in ("pool", "down2", "bottom", "up2", "merge2", "up1"))
 
@@ -79,7 +79,7 @@ def test_other_outputs_and_dead_ends():
             self.log(state)
             return self.head(h)
 
-    places = by_name(find_places(Odd(), vectors()))
+    places = by_name(shareable_layers(Odd(), vectors()))
     assert places["rnn"].problem == "its output is a tuple, not one tensor"
     assert places["rnn"].shape is None
     assert places["log"].problem == "nothing after it uses its output"
@@ -95,7 +95,7 @@ def test_what_cannot_be_traced():
         def forward(self, x):
             return self.b(self.a(x) if x.sum() > 0 else -self.a(x))
 
-    for place in find_places(Depends(), vectors()):
+    for place in shareable_layers(Depends(), vectors()):
         assert place.problem.startswith("torch.fx cannot trace it")
 
 
@@ -136,7 +136,7 @@ def test_inside_a_part_that_cannot_be_traced(part):
 
     network, x, inside = build(), vectors(), "2.join" if part is Unpacks else "2.a"
     network[0].weight.data *= network[:2](x).sum().sign()  # so that all parts run
-    places = by_name(find_places(network, x))
+    places = by_name(shareable_layers(network, x))
     assert [name for name in places if places[name].problem is None] == ["0", "1", "2"]
     assert places[inside].problem.startswith("torch.fx cannot trace '2', which holds it (")
     with pytest.raises(ValueError, match=f"cannot be cut after '{inside}': torch.fx cannot trace it"):
@@ -163,14 +163,14 @@ def test_one_of_two_branches():
     x = images()
     network = Branches()
     network(x)
-    places = by_name(find_places(network, x))
+    places = by_name(shareable_layers(network, x))
     assert [places[name].crossed for name in ("wide", "narrow", "act")] == [True, True, False]
     assert places["act"].suggested
 
 
 def test_a_function_that_builds_a_network():
-    with pytest.raises(TypeError, match=r"Got type. Call it first: find_places\(build\(\), x\)"):
-        find_places(Routed, vectors())
+    with pytest.raises(TypeError, match=r"Got type. Call it first: shareable_layers\(build\(\), x\)"):
+        shareable_layers(Routed, vectors())
 
 
 class Stochastic(nn.Module):
@@ -195,11 +195,11 @@ class SkipsInTraining(Stochastic):
 
 def test_both_modes_count():
     """An ensemble is cut in train mode and in eval mode."""
-    for place in find_places(Stochastic().eval(), vectors()):
+    for place in shareable_layers(Stochastic().eval(), vectors()):
         assert place.problem.startswith("torch.fx cannot trace it")
         with pytest.raises(ValueError, match="torch.fx cannot trace it"):
             Ensemble(Stochastic, 2, share_after=place.name)
-    places = by_name(find_places(SkipsInTraining().eval(), vectors()))
+    places = by_name(shareable_layers(SkipsInTraining().eval(), vectors()))
     assert [places[name].crossed for name in ("a", "act")] == [False, True]
 
 
@@ -210,7 +210,7 @@ def test_weights_are_no_features():
         layers = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)), nn.ReLU(), nn.Linear(5, 3)
         return nn.Sequential(*layers)
 
-    places = by_name(find_places(normed(), vectors()))
+    places = by_name(shareable_layers(normed(), vectors()))
     assert places["0.parametrizations.weight"].problem == "its output does not depend on the input"
     assert [name for name, place in places.items() if place.problem is None] == ["0", "1"]
     with pytest.raises(ValueError, match="its output does not depend on the input"):
@@ -223,14 +223,14 @@ def test_torchscript_parts_are_places():
     def scripted():
         return nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(6, 5), nn.ReLU())), nn.Linear(5, 3))
 
-    place = suggested(find_places(scripted(), vectors()))
+    place = suggested(shareable_layers(scripted(), vectors()))
     assert (place.name, place.shape) == ("0", (5,))
     assert Ensemble(scripted, 2, share_after="0")(vectors()).shape == (2, 3, 3)
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet20", "fcn"])
 def test_our_networks_are_cut_where_the_paper_says(name):
-    place = suggested(find_places(cmcl.networks.NETWORKS[name](), images(1)))
+    place = suggested(shareable_layers(cmcl.networks.NETWORKS[name](), images(1)))
     assert place.name == "stem"
     assert place.crossed == (name == "fcn")
 
@@ -240,7 +240,7 @@ def test_the_rule_finds_the_papers_place_by_itself(name):
     """Without being told of stem and trunk, the rule ends up at the same features."""
     network = cmcl.networks.NETWORKS[name]()
     flat = nn.Sequential(*network.stem, *network.trunk)  # the same layers, unnamed
-    assert suggested(find_places(flat, images(1))).name == str(len(network.stem) - 1)
+    assert suggested(shareable_layers(flat, images(1))).name == str(len(network.stem) - 1)
 
 
 class Skipping(nn.Module):
@@ -265,7 +265,7 @@ class Skipping(nn.Module):
 def test_any_pattern_of_skips(skips):
     """A place is crossed if a state that is older, but not the input, is added at its layer or later."""
     net, x = Skipping(skips).eval(), torch.randn(2, 3)
-    places = by_name(find_places(net, x))
+    places = by_name(shareable_layers(net, x))
     for i in range(len(skips)):
         place = places[f"layers.{i}"]
         later = [skip for skip in skips[i:] if skip is not None]
@@ -290,7 +290,7 @@ def test_methods_called_stem_and_trunk():
         def forward(self, x):
             return self.trunk(self.stem(x))
 
-    place = suggested(find_places(Own(), vectors()))
+    place = suggested(shareable_layers(Own(), vectors()))
     assert place[:4] == ("stem", "method", (5,), None)
 
 
@@ -298,7 +298,7 @@ def test_looking_leaves_the_network_as_it_was():
     net = ResNet().train()
     net.bn1.eval()
     before = {key: value.clone() for key, value in net.state_dict().items()}
-    find_places(net, images())
+    shareable_layers(net, images())
     assert net.training
     assert not net.bn1.training
     assert all(value.equal(before[key]) for key, value in net.state_dict().items())
@@ -309,7 +309,7 @@ def test_looking_leaves_the_network_as_it_was():
 
 def test_a_function_is_no_network():
     with pytest.raises(TypeError, match="network must be a torch.nn.Module. Got function"):
-        find_places(mlp, vectors())
+        shareable_layers(mlp, vectors())
 
 
 @pytest.fixture
@@ -362,6 +362,6 @@ class TestCommand:
 
 
 def test_the_suggestion_trains():
-    place = suggested(find_places(ResNet(), images()))
+    place = suggested(shareable_layers(ResNet(), images()))
     ensemble = Ensemble(ResNet, 2, share_after=place.name)
     cmcl.confident_oracle_loss(ensemble(images()), torch.tensor([0, 1, 2])).total.backward()

@@ -16,24 +16,13 @@ PACKAGE = ROOT / "src" / "cmcl"
 
 # A module imports only from those before it.
 ORDER = [
-    *("lazy", "files", "telling", "checks", "modes", "recipe"),
+    *("lazy", "_files", "telling", "_checks", "modes"),
     *("objectives", "sharing", "metrics", "prediction", "networks", "data"),
     *("tracing", "cuts", "split", "places", "members", "fidelity", "ensemble"),
-    *("finetuning", "saving", "adversarial"),
-    *(
-        "engine",
-        "experiments",
-        "report",
-        "estimator",
-        "rejecting",
-        "export",
-        "tuning",
-        "demo",
-        "cli",
-        "__main__",
-    ),
+    *("pretrained", "serialization", "calibration"),
+    *("training", "reproduction", "report", "estimator", "export", "demo", "cli", "__main__"),
 ]
-EXCEPTIONS = {("ensemble", "saving")}  # Ensemble.save, inside the method
+EXCEPTIONS = {("ensemble", "serialization")}  # Ensemble.save, inside the method
 
 
 def imports(path: Path) -> set[str]:
@@ -78,7 +67,7 @@ def test_public_names_exist_and_are_documented(name):
 
 def test_what_ends_a_run_has_one_class_under_both_names():
     for name in ("Interrupted", "Diverged"):
-        assert getattr(cmcl, name) is getattr(cmcl.engine, name)
+        assert getattr(cmcl, name) is getattr(cmcl.training, name)
 
 
 def test_unknown_names():

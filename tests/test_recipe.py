@@ -12,7 +12,7 @@ import pytest
 
 import cmcl
 from cmcl import Recipe
-from cmcl.experiments import find
+from cmcl.reproduction import find
 
 BASE = Recipe(epochs=10)
 

@@ -10,13 +10,13 @@ import torch
 import cmcl
 from cmcl.data.dataset import Dataset
 from cmcl.data.preprocess import MeanStd
-from cmcl.engine.locking import FolderInUseError, locked
-from cmcl.engine.run import Run
-from cmcl.experiments import Cell, environment, find
-from cmcl.experiments.measure import ask, errors, measure
-from cmcl.experiments.recipes import DIGITS, RECIPES
-from cmcl.experiments.records import Record, choose, fills, known_checksums, load_records, summarise
-from cmcl.experiments.run import build, load_sets, run, run_folder
+from cmcl.reproduction import Cell, environment, find
+from cmcl.reproduction.measure import ask, errors, measure
+from cmcl.reproduction.recipes import DIGITS, RECIPES
+from cmcl.reproduction.records import Record, choose, fills, known_checksums, load_records, summarise
+from cmcl.reproduction.run import build, load_sets, run, run_folder
+from cmcl.training.locking import FolderInUseError, locked
+from cmcl.training.run import Run
 
 OPTIONS = cmcl.Options(device="cpu", quiet=True)
 TINY = replace(
@@ -294,14 +294,14 @@ class TestProvenance:
         assert [one["step"] for one in go("three").resumed_with] == [4], "all of its training is not known"
 
     def test_resumed_alike(self, go):
-        with pytest.raises(cmcl.engine.Interrupted):
+        with pytest.raises(cmcl.training.Interrupted):
             go("one", stop_at=2)
         assert (go("one").commit, go("one").resumed_with) == ("one", [])
 
     def test_resumed_elsewhere(self, go, place):
-        with pytest.raises(cmcl.engine.Interrupted):
+        with pytest.raises(cmcl.training.Interrupted):
             go("one", stop_at=1)
-        with pytest.raises(cmcl.engine.Interrupted):
+        with pytest.raises(cmcl.training.Interrupted):
             go("two", stop_at=3, precision="bf16")
         record = go("three")
         assert (record.commit, record.precision) == ("one", "float32")
@@ -316,14 +316,14 @@ class TestProvenance:
         assert (go("two").commit, go("two").resumed_with) == ("two", [])
 
     def test_begun_before_notes_were_kept(self, go, place):
-        with pytest.raises(cmcl.engine.Interrupted):
+        with pytest.raises(cmcl.training.Interrupted):
             go("one", stop_at=2)
         (place / environment.STRETCHES).unlink()
         assert [one["step"] for one in go("two").resumed_with] == [2], "the first two steps are not known"
 
     def test_damage(self, go, place):
         """A line that a kill cut short, and a last checkpoint that cannot be read: then it is trained."""
-        with pytest.raises(cmcl.engine.Interrupted):
+        with pytest.raises(cmcl.training.Interrupted):
             go("one", stop_at=2)
         go("one")
         with (place / environment.STRETCHES).open("a") as file:

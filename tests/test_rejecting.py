@@ -12,10 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cmcl import Ensemble, metrics, networks
-from cmcl.cli.reject import reject
-from cmcl.data import load
-from cmcl.data.preprocess import MeanStd
-from cmcl.rejecting import (
+from cmcl.calibration import (
     ABSTAIN,
     LEVELS,
     SCORES,
@@ -28,7 +25,10 @@ from cmcl.rejecting import (
     uncertainty,
     upper_bound,
 )
-from cmcl.saving import saved_checksum
+from cmcl.cli.calibrate import reject
+from cmcl.data import load
+from cmcl.data.preprocess import MeanStd
+from cmcl.serialization import saved_checksum
 
 
 def probs_of(confidences, classes=3):

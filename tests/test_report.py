@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from cmcl import report
-from cmcl.experiments import RECIPES
 from cmcl.report import page
 from cmcl.report.gather import gather
 from cmcl.report.sections import sections
+from cmcl.reproduction import RECIPES
 from report_samples import made_record, save_results, save_run, whole_paper
 
 for name in ("altair", "vl_convert", "jinja2"):

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cmcl import report
-from cmcl.experiments.evidence import Evidence
 from cmcl.report import charts, curves, figures
 from cmcl.report.drawing import named, series
 from cmcl.report.gather import Run
 from cmcl.report.sections import paper_figures
 from cmcl.report.themes import COLOURS, DARK, LIGHT, TURN, config, filled
+from cmcl.reproduction.evidence import Evidence
 from report_samples import made_record, save_run, telemetry_row, whole_paper
 
 for name in ("altair", "vl_convert", "jinja2"):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cmcl.experiments import CELLS, claims, noise
-from cmcl.experiments.claims import judge
-from cmcl.experiments.evidence import Evidence
-from cmcl.experiments.noise import noise_known, within_noise
-from cmcl.experiments.records import load_records
 from cmcl.report import documents, markdown, story, tables
 from cmcl.report.comparing import of_runs
+from cmcl.reproduction import CELLS, claims, noise
+from cmcl.reproduction.claims import judge
+from cmcl.reproduction.evidence import Evidence
+from cmcl.reproduction.noise import noise_known, within_noise
+from cmcl.reproduction.records import load_records
 from report_samples import made_record, whole_paper
 
 ROOT = Path(__file__).parents[1]
@@ -382,7 +382,7 @@ def test_modest_answers_are_told_only_where_they_are():
         "On digits, CMCL's averaged answer is too modest: 60.0 % sure on average, and right in 97.0 % (its "
         "calibration error is 37.0 %, IE's 2.5 %)."
     )
-    assert "cmcl.rejecting.temperature" in told
+    assert "cmcl.calibration.temperature" in told
     for fine in ((95.0, 97.0, 2.0), (97.0, 60.0, 37.0), (90.0, 92.0, 20.0)):
         assert len(of_runs(calibrated(*fine))) == 1, fine
 

@@ -5,10 +5,10 @@ from statistics import fmean
 
 import pytest
 
-from cmcl.experiments import find
-from cmcl.experiments.evidence import Evidence
-from cmcl.experiments.records import Record, load_records
-from cmcl.experiments.specialists import median_entropies
+from cmcl.reproduction import find
+from cmcl.reproduction.evidence import Evidence
+from cmcl.reproduction.records import Record, load_records
+from cmcl.reproduction.specialists import median_entropies
 
 RESULTS = Path(__file__).parents[1] / "results"
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

@@ -13,8 +13,8 @@ from torch import nn
 
 import cmcl
 from cmcl import Ensemble
+from cmcl._files import DiskFullError
 from cmcl.data.preprocess import ZCA, MeanStd
-from cmcl.files import DiskFullError
 
 
 def small():
@@ -420,7 +420,7 @@ class TestTransforms:
     @pytest.fixture
     def whitened(self, saved, monkeypatch):
         ensemble, _ = saved
-        monkeypatch.setattr("cmcl.saving.SMALL", 100)
+        monkeypatch.setattr("cmcl.serialization.SMALL", 100)
         ensemble.transform = ZCA().fit(cmcl.data.load("digits"))
         return ensemble
 

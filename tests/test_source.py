@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from cmcl.engine.source import Loaded, Resident
+from cmcl.training.source import Loaded, Resident
 
 CPU = torch.device("cpu")
 

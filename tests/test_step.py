@@ -16,16 +16,16 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import cmcl
-from cmcl import Ensemble, Recipe, checks
+from cmcl import Ensemble, Recipe, _checks
 from cmcl.data.batches import epoch_seed
-from cmcl.engine import step as engine_step
-from cmcl.engine.lanes import Compiler, Lanes
-from cmcl.engine.optimizer import make_optimizer, set_lr
-from cmcl.engine.setup import compiler_settings
-from cmcl.engine.source import Resident
-from cmcl.engine.state import State
-from cmcl.engine.step import Step
 from cmcl.networks import NETWORKS
+from cmcl.training import step as engine_step
+from cmcl.training.lanes import Compiler, Lanes
+from cmcl.training.optimizer import make_optimizer, set_lr
+from cmcl.training.setup import compiler_settings
+from cmcl.training.source import Resident
+from cmcl.training.state import State
+from cmcl.training.step import Step
 from helpers import only_our_warnings
 
 CPU = torch.device("cpu")
@@ -321,7 +321,7 @@ class TestLanes:
         assert Lanes()([partial(pow, 2, k) for k in (1, 2, 3)]) == [2, 4, 8]
 
     def test_the_join_is_invisible(self):
-        from cmcl.engine.lanes import _joined
+        from cmcl.training.lanes import _joined
 
         x = [torch.randn(3, requires_grad=True), torch.randn(3), torch.randn(3, requires_grad=True)]
         calls = _joined([partial(torch.mul, own, 2.0) for own in x])
@@ -330,7 +330,7 @@ class TestLanes:
         assert [None if own.grad is None else own.grad.tolist() for own in x] == [[2.0] * 3, None, [2.0] * 3]
 
     def test_after_the_join_a_network_may_work_in_place(self):
-        from cmcl.engine.lanes import _joined
+        from cmcl.training.lanes import _joined
 
         x = [torch.randn(3, requires_grad=True) for _ in range(2)]
         features = [own * 1.0 for own in x]
@@ -427,7 +427,7 @@ def test_only_the_training_thread_looks_away():
     """A step leaves NaN for the tally to find; whoever computes a loss beside it is told."""
     broken, targets = torch.full((2, 1, 3), torch.nan), torch.zeros(1, dtype=torch.long)
     loss = partial(cmcl.confident_oracle_loss, broken, targets, overlap=1)
-    with checks.blindly(), ThreadPoolExecutor(1) as another:
+    with _checks.blindly(), ThreadPoolExecutor(1) as another:
         assert loss().total.isnan()
         with pytest.raises(ValueError, match="logits must not be NaN"):
             another.submit(loss).result()

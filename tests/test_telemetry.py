@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cmcl.engine import progress
-from cmcl.engine.progress import Progress
-from cmcl.engine.telemetry import DeadMembers, Telemetry
-from cmcl.files import DiskFullError, replacing
+from cmcl._files import DiskFullError, replacing
+from cmcl.training import progress
+from cmcl.training.progress import Progress
+from cmcl.training.telemetry import DeadMembers, Telemetry
 
 ROW = {"epoch": 3, "loss": 1.23456, "lr": 0.05, "images_per_second": 51234.5, "top1": 10.181, "oracle": 3.83}
 

@@ -25,15 +25,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cmcl
 from cmcl import Ensemble, Options, Recipe, evaluate, fit
+from cmcl._files import DiskFullError
 from cmcl.data import Dataset
-from cmcl.engine import Diverged, Interrupted
-from cmcl.engine import run as engine_run
-from cmcl.engine import step as engine_step
-from cmcl.engine.admission import fitting
-from cmcl.engine.checkpoint import Checkpoints
-from cmcl.engine.locking import FolderInUseError, locked
-from cmcl.files import DiskFullError
-from cmcl.finetuning import OneStem
+from cmcl.pretrained import SharedStemEnsemble
+from cmcl.training import Diverged, Interrupted
+from cmcl.training import run as engine_run
+from cmcl.training import step as engine_step
+from cmcl.training.admission import fitting
+from cmcl.training.checkpoint import Checkpoints
+from cmcl.training.locking import FolderInUseError, locked
 
 ROOT = Path(__file__).parents[1]
 N, B, M, CLASSES = 40, 8, 3, 4  # 5 steps an epoch
@@ -337,7 +337,7 @@ class TestSharing:
         torch.manual_seed(0)
         linear = [(25, 8), (8, 8), (8, CLASSES)]
         networks = [nn.Sequential(nn.Flatten(), *(nn.Linear(*size) for size in linear)) for _ in range(M)]
-        return OneStem(networks, stem="1", share_after="2")
+        return SharedStemEnsemble(networks, stem="1", share_after="2")
 
     def test_left_open(self, tmp_path):
         """Trains, and keeps, what the same recipe does that says it."""

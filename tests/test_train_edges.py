@@ -19,10 +19,10 @@ from cmcl import Ensemble, Recipe, fit, record
 from cmcl.data import Dataset, from_arrays
 from cmcl.data.dataset import few
 from cmcl.data.preprocess import MeanStd
-from cmcl.engine import Diverged, Interrupted
-from cmcl.engine.capture import Before, check_in_place
-from cmcl.engine.run import Run
-from cmcl.engine.source import Loaded
+from cmcl.training import Diverged, Interrupted
+from cmcl.training.capture import Before, check_in_place
+from cmcl.training.run import Run
+from cmcl.training.source import Loaded
 from test_train import (
     CLASSES,
     QUIET,
@@ -97,7 +97,7 @@ class TestRows:
 
     def test_speed_counts_images_whoever_makes_the_batches(self, monkeypatch):
         """A DataLoader with a batch_sampler has no batch size."""
-        monkeypatch.setattr("cmcl.engine.run.time.perf_counter", iter(range(10**6)).__next__)
+        monkeypatch.setattr("cmcl.training.run.time.perf_counter", iter(range(10**6)).__next__)
         sampler = BatchSampler(SequentialSampler(range(40)), 8, drop_last=False)
         loaders = [
             DataLoader(TensorDataset(*data()), 8),
@@ -392,7 +392,7 @@ WORKERS = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import test_train as t
-from cmcl.engine.source import Loaded
+from cmcl.training.source import Loaded
 from torch.utils.data import DataLoader, TensorDataset
 class Slow(TensorDataset):
     def __getitem__(self, i):

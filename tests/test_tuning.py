@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cmcl
-from cmcl import tuning
-from cmcl.experiments import recipes
-from cmcl.experiments import run as running
 from cmcl.report.gather import gather
-from cmcl.tuning import plot, shortened, successive_halving, tune
+from cmcl.reproduction import recipes, tuning
+from cmcl.reproduction import run as running
+from cmcl.reproduction.tuning import plot, shortened, successive_halving, tune
 
 needs_altair = pytest.mark.skipif(
     not (find_spec("altair") and find_spec("vl_convert")), reason="needs altair and vl-convert-python"
@@ -283,5 +282,5 @@ def test_the_module_needs_no_torch_to_be_imported():
     import subprocess
     import sys
 
-    code = f"import sys; sys.path.insert(0, {str(tuning.__file__).rsplit('/', 2)[0]!r}); import cmcl.tuning; "
+    code = f"import sys; sys.path.insert(0, {str(tuning.__file__).rsplit('/', 2)[0]!r}); import cmcl.reproduction.tuning; "
     subprocess.run([sys.executable, "-c", code + "sys.exit('torch' in sys.modules)"], check=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import cmcl
-from cmcl.experiments.recipes import find
-from cmcl.experiments.records import Record
+from cmcl.reproduction.recipes import find
+from cmcl.reproduction.records import Record
 
 ZOO = sorted(path.parent for path in (Path(__file__).parents[1] / "zoo").glob("*/config.json"))
 DATA = os.environ.get("CMCL_DATA")

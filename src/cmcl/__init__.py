@@ -17,26 +17,25 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "share_features": "sharing",
     "Ensemble": "ensemble",
     "Prediction": "prediction",
-    "find_places": "places",
+    "shareable_layers": "places",
     "Place": "places",
-    "from_pretrained": "finetuning",
-    "OneStem": "finetuning",
-    "load": "saving",
-    "Recipe": "recipe",
-    "Options": "engine",
-    "Result": "engine",
-    "Interrupted": "engine",
-    "Diverged": "engine",
-    "fit": "engine",
-    "evaluate": "engine",
-    "record": "experiments.own",
+    "from_pretrained": "pretrained",
+    "SharedStemEnsemble": "pretrained",
+    "load": "serialization",
+    "Recipe": "training.config",
+    "Options": "training",
+    "Result": "training",
+    "Interrupted": "training",
+    "Diverged": "training",
+    "fit": "training",
+    "evaluate": "training",
+    "record": "reproduction.own",
     "CMCLClassifier": "estimator",
     "metrics": "",
     "networks": "",
     "data": "",
-    "rejecting": "",
+    "calibration": "",
     "export": "",
-    "tuning": "",
     "report": "",
 }
 
@@ -44,31 +43,30 @@ __getattr__, __dir__ = attach(__name__, _HOME)
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from . import calibration as calibration
     from . import data as data
     from . import export as export
     from . import metrics as metrics
     from . import networks as networks
-    from . import rejecting as rejecting
     from . import report as report
-    from . import tuning as tuning
-    from .engine import Diverged as Diverged
-    from .engine import Interrupted as Interrupted
-    from .engine import Options as Options
-    from .engine import Result as Result
-    from .engine import evaluate as evaluate
-    from .engine import fit as fit
     from .ensemble import Ensemble as Ensemble
     from .estimator import CMCLClassifier as CMCLClassifier
-    from .experiments.own import record as record
-    from .finetuning import OneStem as OneStem
-    from .finetuning import from_pretrained as from_pretrained
     from .objectives import OracleLoss as OracleLoss
     from .objectives import confident_oracle_loss as confident_oracle_loss
     from .objectives import independent_loss as independent_loss
     from .objectives import oracle_loss as oracle_loss
     from .places import Place as Place
-    from .places import find_places as find_places
+    from .places import shareable_layers as shareable_layers
     from .prediction import Prediction as Prediction
-    from .recipe import Recipe as Recipe
-    from .saving import load as load
+    from .pretrained import SharedStemEnsemble as SharedStemEnsemble
+    from .pretrained import from_pretrained as from_pretrained
+    from .reproduction.own import record as record
+    from .serialization import load as load
     from .sharing import share_features as share_features
+    from .training import Diverged as Diverged
+    from .training import Interrupted as Interrupted
+    from .training import Options as Options
+    from .training import Result as Result
+    from .training import evaluate as evaluate
+    from .training import fit as fit
+    from .training.config import Recipe as Recipe

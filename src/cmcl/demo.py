@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from .engine import Options
-from .experiments.records import Record
-from .experiments.run import run
+from .reproduction.records import Record
+from .reproduction.run import run
+from .training import Options
 
 METHODS = {"single": "one network", "ie": "independent ensemble", "mcl": "MCL", "cmcl": "CMCL"}
 

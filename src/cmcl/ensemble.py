@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks
+from . import _checks
 from .data.transform import Transform
 from .fidelity import can_compare, check_cut
 from .members import Network, Output, build_members, distinct, in_turn, logits_of
@@ -47,8 +47,8 @@ class Ensemble(nn.Module):
         output: Output | None = None,
     ) -> None:
         super().__init__()
-        checks.probability("share_prob", share_prob)
-        checks.choice("share_at_test", share_at_test, MODES)
+        _checks.probability("share_prob", share_prob)
+        _checks.choice("share_at_test", share_at_test, MODES)
         self.members = nn.ModuleList(distinct(build_members(network, members)))
         self._share_after, self.output = share_after, output
         self.share_prob, self.share_at_test = float(share_prob), share_at_test
@@ -65,7 +65,7 @@ class Ensemble(nn.Module):
         self, x: Tensor, *, masks: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...). `masks` and `generator` go to `share_features`."""
-        checks.same_device("x", checks.inputs(x, self.transform), next(self.parameters(), x))
+        _checks.same_device("x", _checks.inputs(x, self.transform), next(self.parameters(), x))
         self._check_cut(x)
         return self._mixed(x, masks, generator)
 
@@ -82,23 +82,23 @@ class Ensemble(nn.Module):
     @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
         """The answer for inputs (B, ...), uint8 if they are raw, in eval mode, streamed by `batch_size`."""
-        batch_size = max(len(checks.inputs(x)), 1) if batch_size is None else batch_size
-        checks.positive("batch_size", batch_size)
+        batch_size = max(len(_checks.inputs(x)), 1) if batch_size is None else batch_size
+        _checks.positive("batch_size", batch_size)
         device = next(self.parameters(), x).device
         with in_eval(self):
             parts = (self.transformed(part.to(device)) for part in torch.split(x, int(batch_size)))
             logits = torch.cat([self(part).to(x.device) for part in parts], 1)
-        checks.no_numbers(logits)
+        _checks.no_numbers(logits)
         notice_raw(x, self.transform)
         return answer(logits)
 
     def transformed(self, x: Tensor) -> Tensor:
         """Inputs as the networks see them: uint8 images go through `self.transform`, others stay."""
-        return checks.fitted(self.transform).transform(x) if x.dtype == torch.uint8 else x
+        return _checks.fitted(self.transform).transform(x) if x.dtype == torch.uint8 else x
 
     def save(self, path: str | Path, *, with_transform: bool = False) -> None:
         """Write a folder for `cmcl.load`, never a pickle; a large transform only if `with_transform`."""
-        from .saving import save
+        from .serialization import save
 
         save(self, path, with_transform=with_transform)
 

@@ -18,15 +18,15 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from . import checks
-from .engine import Options, fit
-from .engine.setup import find_device
+from . import _checks
 from .ensemble import Ensemble
 from .modes import in_eval
 from .networks import plain
 from .objectives import TaskLoss
 from .prediction import Prediction
-from .recipe import Recipe
+from .training import Options, fit
+from .training.config import Recipe
+from .training.setup import find_device
 
 Array = npt.NDArray[Any]
 
@@ -174,7 +174,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
                 "X must be vectors (N, features) or images (N, channels, height, width). Got (N, "
                 f"{', '.join(map(str, self.shape_))}); pass network= for other shapes."
             )
-        checks.positive("hidden", self.hidden)
+        _checks.positive("hidden", self.hidden)
         # int, because a grid may hold numpy's, which JSON does not know
         return partial(plain, shape=self.shape_, classes=len(self.classes_), hidden=int(self.hidden))
 

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import __version__, checks
+from . import __version__, _checks
+from ._files import replacing
 from .data.steps import Chain
 from .data.transform import Transform
 from .ensemble import Ensemble
-from .files import replacing
 from .members import in_turn
 from .prediction import Prediction, answer
 from .telling import first_line
@@ -52,7 +52,7 @@ class Graph(nn.Module):
     def __init__(self, ensemble: Ensemble, *, raw: bool) -> None:
         super().__init__()
         self.ensemble = ensemble
-        self.preprocess = _in_float32(checks.fitted(ensemble.transform)) if raw else None
+        self.preprocess = _in_float32(_checks.fitted(ensemble.transform)) if raw else None
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """The outputs by name: who reads the file may not have cmcl and its classes."""
@@ -83,11 +83,11 @@ def export(
             goes to the members as it is. The batch is dynamic, the other dimensions are those of the example.
         format: "onnx", or "torch" for a program of torch.export (read by torch.export.load).
         classes: their names, for the file to tell; left out, those of `ensemble.classes`.
-        checksum: of the weights, for the file to tell: `cmcl.saving.saved_checksum(folder)`.
+        checksum: of the weights, for the file to tell: `cmcl.serialization.saved_checksum(folder)`.
     """
-    checks.choice("format", format, FORMATS)
-    if len(checks.inputs(example)) < 2:
-        raise ValueError(f"example must hold at least 2 inputs. Got {checks.kind(example)}.")
+    _checks.choice("format", format, FORMATS)
+    if len(_checks.inputs(example)) < 2:
+        raise ValueError(f"example must hold at least 2 inputs. Got {_checks.kind(example)}.")
     if format == "onnx":
         _need_onnx()
     path, example = Path(path), example.detach().cpu()
@@ -124,7 +124,7 @@ def _predict(ensemble: Ensemble, example: Tensor) -> Prediction:
         types = {str(p.dtype).removeprefix("torch.") for p in ensemble.parameters()}
         raise ValueError(
             f"example must be a batch that the members take; they compute in {', '.join(sorted(types))}. "
-            f"Got {checks.kind(example)}. torch says: {first_line(error)}."
+            f"Got {_checks.kind(example)}. torch says: {first_line(error)}."
         ) from error
 
 

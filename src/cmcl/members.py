@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from . import checks
+from . import _checks
 
 Network = Callable[[], nn.Module] | Sequence[nn.Module]
 Output = Callable[[Any], Tensor]  # what a member returns -> its logits (B, C, ...)
@@ -23,12 +23,12 @@ def build_members(network: Network, members: int | None) -> list[nn.Module]:
             f"copies would all start from the same weights; pass lambda: {type(network).__name__}(...)."
         )
     if callable(network) and not isinstance(network, nn.ModuleList):
-        checks.positive("members", members := 5 if members is None else members)
+        _checks.positive("members", members := 5 if members is None else members)
         return _modules([network() for _ in range(members)])
     if not isinstance(network, Sequence | nn.ModuleList) or isinstance(network, str):
         raise TypeError(
             "network must be a function that builds a member, or a list of modules. "
-            f"Got {checks.kind(network)}."
+            f"Got {_checks.kind(network)}."
         )
     if members not in (None, len(network)):
         raise ValueError(
@@ -56,19 +56,19 @@ def in_turn(calls: list[partial[Any]]) -> list[Any]:
 def logits_of(returned: list[Any], output: Output | None) -> list[Tensor]:
     """The members' logits (B, C, ...): what they return, or what `output` picks from it."""
     if output is not None:
-        return checks.outputs([output(answer) for answer in returned])
+        return _checks.outputs([output(answer) for answer in returned])
     for m, answer in enumerate(returned):
         if not isinstance(answer, Tensor):
             raise TypeError(
                 f"members must return a tensor of logits (batch, classes, ...). Got {_contents(answer)} from "
                 f"member {m}; pass output=, a function that picks the logits, such as {_example(answer)}."
             )
-    return checks.outputs(returned)
+    return _checks.outputs(returned)
 
 
 def _contents(answer: Any) -> str:
     keys = f" with {', '.join(map(repr, answer))}" if isinstance(answer, Mapping) else ""
-    return checks.kind(answer) + keys
+    return _checks.kind(answer) + keys
 
 
 def _example(answer: Any) -> str:
@@ -93,6 +93,6 @@ def _modules(given: list[nn.Module]) -> list[nn.Module]:
     for m, module in enumerate(given):
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"members must be torch.nn.Module instances. Got {checks.kind(module)} as member {m}."
+                f"members must be torch.nn.Module instances. Got {_checks.kind(module)} as member {m}."
             )
     return given

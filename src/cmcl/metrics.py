@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import checks
+from . import _checks
 
 
 class _Case(NamedTuple):
@@ -59,7 +59,7 @@ def specialised_classes(
     member_probs: Tensor, targets: Tensor, threshold: float = 0.9, *, ignore_index: int | None = None
 ) -> Tensor:
     """Which classes each member is a specialist of, (M, C) bool: its accuracy there is above `threshold`."""
-    checks.probability("threshold", threshold)
+    _checks.probability("threshold", threshold)
     return classwise_accuracy(member_probs, targets, ignore_index=ignore_index) > threshold
 
 
@@ -97,7 +97,7 @@ def ece(member_probs: Tensor, targets: Tensor, *, bins: int = 15, ignore_index: 
     """
     from torchmetrics.functional.classification import multiclass_calibration_error  # slow to import
 
-    checks.positive("bins", bins)
+    _checks.positive("bins", bins)
     probs, labels = _pooled(_check(member_probs, targets, ignore_index))
     # Rounding may carry a mean above 1, and torchmetrics would then take the probabilities for logits.
     return multiclass_calibration_error(probs.clamp(0, 1), labels, probs.shape[1], bins).item()
@@ -132,9 +132,9 @@ def risk_coverage(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
     _check_scores("confidence", confidence)
     if not isinstance(correct, Tensor) or correct.shape != confidence.shape or correct.dtype != torch.bool:
         raise ValueError(
-            f"correct must be boolean, shape {tuple(confidence.shape)}. Got {checks.kind(correct)}."
+            f"correct must be boolean, shape {tuple(confidence.shape)}. Got {_checks.kind(correct)}."
         )
-    checks.same_device("correct", correct, confidence)
+    _checks.same_device("correct", correct, confidence)
     _, group, sizes = torch.unique(confidence, return_inverse=True, return_counts=True)
     errors = torch.zeros_like(sizes, dtype=torch.float64).index_add_(0, group, (~correct).double())
     most_confident_first = group.sort(descending=True).values
@@ -199,13 +199,13 @@ def _pooled(case: _Case) -> tuple[Tensor, Tensor]:
 def _check(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> _Case:
     _check_probs("member_probs", member_probs, 2)
     if not member_probs.numel():
-        raise ValueError(f"member_probs must hold at least one example. Got {checks.kind(member_probs)}.")
+        raise ValueError(f"member_probs must hold at least one example. Got {_checks.kind(member_probs)}.")
     expected = (member_probs.shape[1], *member_probs.shape[3:])
     if not isinstance(targets, Tensor) or targets.is_floating_point() or targets.shape != expected:
         raise ValueError(
-            f"targets must be an integer tensor of shape {expected}. Got {checks.kind(targets)}."
+            f"targets must be an integer tensor of shape {expected}. Got {_checks.kind(targets)}."
         )
-    checks.same_device("targets", targets, member_probs)
+    _checks.same_device("targets", targets, member_probs)
     if member_probs.dtype in (torch.float16, torch.bfloat16):
         member_probs = member_probs.float()  # means over members are to be better than that
     probs = member_probs.reshape(*member_probs.shape[:3], -1)
@@ -222,10 +222,10 @@ def _check(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> _
 
 def _check_probs(name: str, probs: Tensor, dim: int) -> None:
     if not isinstance(probs, Tensor) or not probs.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor. Got {checks.kind(probs)}.")
+        raise TypeError(f"{name} must be a floating-point tensor. Got {_checks.kind(probs)}.")
     if not -probs.ndim <= dim < probs.ndim:
         cure = f" Add the members' axis: {name}[None]." if probs.ndim == dim == 2 else ""
-        raise ValueError(f"{name} must have its classes on axis {dim}. Got {checks.kind(probs)}.{cure}")
+        raise ValueError(f"{name} must have its classes on axis {dim}. Got {_checks.kind(probs)}.{cure}")
     tolerance = max(5e-3, 8 * torch.finfo(probs.dtype).eps)  # they may come from half precision
     if torch.compiler.is_compiling() or not probs.numel():  # values not to be looked at, or none
         return
@@ -239,7 +239,7 @@ def _check_probs(name: str, probs: Tensor, dim: int) -> None:
 def _check_scores(name: str, scores: Tensor) -> None:
     if not isinstance(scores, Tensor) or scores.ndim != 1 or len(scores) == 0 or scores.isnan().any():
         raise ValueError(
-            f"{name} must be a tensor (N,) without NaN, N at least 1. Got {checks.kind(scores)}."
+            f"{name} must be a tensor (N,) without NaN, N at least 1. Got {_checks.kind(scores)}."
         )
 
 
@@ -247,7 +247,7 @@ def _ranked(scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Tensor]:
     """Ranks within 0 to 1, equal where scores are, and labels: 1 for data from outside."""
     _check_scores("scores_in", scores_in)
     _check_scores("scores_out", scores_out)
-    checks.same_device("scores_out", scores_out, scores_in)
+    _checks.same_device("scores_out", scores_out, scores_in)
     # torchmetrics squeezes scores above 1 through a sigmoid, which would merge the large ones.
     _, ranks = torch.unique(torch.cat([scores_in, scores_out]), return_inverse=True)
     is_out = torch.arange(len(ranks), device=ranks.device) >= len(scores_in)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import checks
+from . import _checks
 
 TaskLoss = Callable[[Tensor, Tensor], Tensor]  # one member's logits (B, C, ...), targets -> (B, ...)
 
@@ -61,9 +61,9 @@ def confident_oracle_loss(
         An `OracleLoss`. `task` and `kl` are exact whatever `labels` says: only `total` is sampled.
     """
     own_task = task is not None and ignore_index is None  # then the targets are the task's own affair
-    checks.objective(logits, targets, beta, overlap, samples, own_task=own_task)
-    checks.ignorable(ignore_index, targets)
-    checks.values(logits, targets, ignore_index, own_task=own_task)
+    _checks.objective(logits, targets, beta, overlap, samples, own_task=own_task)
+    _checks.ignorable(ignore_index, targets)
+    _checks.values(logits, targets, ignore_index, own_task=own_task)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()  # a KL over many classes does not survive 8 bits of mantissa
     counted = None if ignore_index is None else targets != ignore_index  # (B, ...)
@@ -73,7 +73,7 @@ def confident_oracle_loss(
     log_p = logits.log_softmax(2)  # (M, B, C, ...)
     kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
     task = task or _cross_entropy
-    values = torch.stack([checks.unreduced(task(z, targets), z[:, 0]) for z in logits])  # (M, B, ...)
+    values = torch.stack([_checks.unreduced(task(z, targets), z[:, 0]) for z in logits])  # (M, B, ...)
     drawn = _draw(labels, log_p, samples, generator)  # (S, M, B, ...), or None
     silence = kl if drawn is None else _sampled_kl(log_p, drawn)  # (M, B, ...)
 
@@ -88,7 +88,7 @@ def independent_loss(
     logits: Tensor, targets: Tensor, *, task: TaskLoss | None = None, ignore_index: int | None = None
 ) -> OracleLoss:
     """The loss of an independent ensemble, eq. 2: mean_i sum_m task_mi. Arguments as above; overlap = M."""
-    m = checks.members(logits)
+    m = _checks.members(logits)
     return confident_oracle_loss(logits, targets, overlap=m, task=task, ignore_index=ignore_index)
 
 
@@ -124,9 +124,9 @@ def _draw(
     labels: str | Tensor, log_p: Tensor, samples: int, generator: torch.Generator | None
 ) -> Tensor | None:
     if isinstance(labels, Tensor):
-        checks.labels(labels, log_p)
+        _checks.labels(labels, log_p)
         return labels
-    checks.choice("labels", labels, ("exact", "sampled"))
+    _checks.choice("labels", labels, ("exact", "sampled"))
     if labels == "exact":
         return None
     members, batch, classes, *pixels = log_p.shape

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import activation, pooling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from . import checks
+from . import _checks
 from .cuts import Cut, cut_nodes, every_cut
 from .modes import keep_modes
 from .split import offers_halves, split
@@ -46,7 +46,7 @@ class Call(NamedTuple):
     output: Any
 
 
-def find_places(network: nn.Module, x: Tensor) -> list[Place]:
+def shareable_layers(network: nn.Module, x: Tensor) -> list[Place]:
     """The submodules of `network` in the order they finish: can features be shared there, and if not, why?
 
     One place is suggested. Where the network itself offers `stem` and `trunk`, that is "stem". Otherwise it
@@ -60,9 +60,9 @@ def find_places(network: nn.Module, x: Tensor) -> list[Place]:
         x: an input (B, ...).
     """
     if not isinstance(network, nn.Module):
-        hint = " Call it first: find_places(build(), x)." if callable(network) else ""
-        raise TypeError(f"network must be a torch.nn.Module. Got {checks.kind(network)}.{hint}")
-    calls = _run(network, checks.inputs(x))
+        hint = " Call it first: shareable_layers(build(), x)." if callable(network) else ""
+        raise TypeError(f"network must be a torch.nn.Module. Got {_checks.kind(network)}.{hint}")
+    calls = _run(network, _checks.inputs(x))
     times = {call.name: sum(other.name == call.name for other in calls) for call in calls}
     with keep_modes(network):
         modes = [(mode, _cuts(network.train(mode))) for mode in (True, False)]  # as `split` cuts
@@ -177,7 +177,7 @@ def _is_eligible(place: Place, network: nn.Module) -> bool:
 
 
 def _suggestion(calls: list[Call], eligible: list[str]) -> str | None:
-    """The name of the place to share at; the rule is told in `find_places`."""
+    """The name of the place to share at; the rule is told in `shareable_layers`."""
     sound = [call for call in calls if call.name in eligible]
     for call in sorted(calls, key=lambda call: call.began):
         before = [other for other in sound if other.ended < call.began]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
+from . import _checks
 
 MODES = ("sampled", "expected", "off")
 
@@ -33,9 +33,9 @@ def share_features(
     Returns:
         M mixed features (B, ...). Autograd keeps boolean masks only, M - 1 bytes per feature value.
     """
-    checks.choice("mode", mode, MODES)
-    checks.probability("prob", prob)
-    checks.features(features, masks, shared=mode != "off")
+    _checks.choice("mode", mode, MODES)
+    _checks.probability("prob", prob)
+    _checks.features(features, masks, shared=mode != "off")
     if mode == "off":
         return list(features)
     mixed = []

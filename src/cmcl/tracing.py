@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import fx, jit, nn
 
-from . import checks
+from . import _checks
 
 _CONSTANTS = ("_tensor_constant", "_opaque_obj")  # as fx calls what is neither computed nor a weight
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator)
@@ -32,8 +32,8 @@ class CannotCutError(ValueError):
         self.reason = reason
         super().__init__(
             f"{type(module).__name__} cannot be cut after {name!r}: {reason}. Name another submodule "
-            "(cmcl.find_places lists them), or give the network two methods, stem(x) and trunk(h), and pass "
-            "share_after='stem'."
+            "(cmcl.shareable_layers lists them), or give the network two methods, stem(x) and trunk(h), and "
+            "pass share_after='stem'."
         )
 
 
@@ -236,7 +236,7 @@ def _put_back(module: nn.Module) -> Iterator[list[str]]:
 def _check_known(module: nn.Module, name: str, argument: str) -> None:
     known = [key for key, _ in module.named_modules() if key]
     if not isinstance(name, str):
-        raise TypeError(f"{argument} must be a submodule's name. Got {checks.kind(name)}.")
+        raise TypeError(f"{argument} must be a submodule's name. Got {_checks.kind(name)}.")
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:5]
         raise ValueError(

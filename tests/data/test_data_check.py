@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cmcl._files import digest
 from cmcl.data import Dataset, check, published
 from cmcl.data.checking import _histogram
-from cmcl.files import digest
 
 
 def test_counts_histogram_and_statistics(tmp_path, cifar):

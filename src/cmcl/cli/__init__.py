@@ -14,7 +14,20 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import data, demo, evaluate, export, listing, places, predict, reject, report, reproduce, train, tune
+from . import (
+    calibrate,
+    data,
+    demo,
+    evaluate,
+    export,
+    layers,
+    listing,
+    predict,
+    report,
+    reproduce,
+    train,
+    tune,
+)
 from .shared import note
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -26,8 +39,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "reproduce": reproduce.reproduce,
     "report": report.report,
     "tune": tune.tune,
-    "reject": reject.reject,
-    "places": places.places,
+    "reject": calibrate.reject,
+    "layers": layers.places,
     "export": export.export,
 }
 

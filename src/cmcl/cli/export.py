@@ -32,7 +32,7 @@ def export(
     images, uint8 (batch, channels, height, width). Out: probs, member_probs, entropy, chosen.
     """
     from ..export import export as write
-    from ..saving import saved_checksum
+    from ..serialization import saved_checksum
 
     check_writable(out, "--out", replaced=True)
     place = first_ensemble(run)

@@ -45,7 +45,7 @@ def show(
 
 def _everything() -> dict[str, list[dict[str, Any]]]:
     from ..data import DATASETS
-    from ..experiments import RECIPES
+    from ..reproduction import RECIPES
 
     return {
         "recipes": [_recipe(name) for name in RECIPES],
@@ -56,7 +56,7 @@ def _everything() -> dict[str, list[dict[str, Any]]]:
 
 def _recipe(name: str) -> dict[str, Any]:
     """A recipe in short, with the places of the paper that it fills and what the paper has there."""
-    from ..experiments import CELLS, RECIPES
+    from ..reproduction import CELLS, RECIPES
 
     recipe = RECIPES[name]
     cells = [cell for cell in CELLS if cell.name == name]

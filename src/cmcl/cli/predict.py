@@ -16,10 +16,10 @@ from .shared import FAILED, check_device, note, print_json, print_table, users_s
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..calibration import Threshold
     from ..data.pictures import Pixels
     from ..ensemble import Ensemble
     from ..prediction import Prediction
-    from ..rejecting import Threshold
 
 
 def predict(
@@ -79,9 +79,9 @@ def _files(given: list[Path]) -> list[Path]:
 
 def _read_threshold(path: Path, place: Path) -> "Threshold":
     """The threshold in a file, unless it is another ensemble's: of this one it would promise nothing."""
+    from ..calibration import Threshold
     from ..data.files import open_binary
-    from ..rejecting import Threshold
-    from ..saving import saved_checksum
+    from ..serialization import saved_checksum
 
     cure = f"Write it with: cmcl reject {place} -o {path}"
     with open_binary(path, cure=f"{cure}.") as file:
@@ -124,7 +124,7 @@ def _ask(
 
 def _judge(member_probs: "Tensor", threshold: "Threshold") -> list[dict[str, Any]]:
     """How unsure the ensemble is of each image, by the threshold's score, and whether that is too much."""
-    from ..rejecting import ABSTAIN, decide, uncertainty
+    from ..calibration import ABSTAIN, decide, uncertainty
 
     if member_probs.ndim > 3:
         raise ValueError("--threshold must be used where an image has one answer. Got an answer per pixel.")

@@ -20,8 +20,8 @@ from .shared import (
 from .stopping import on_ctrl_c
 
 if TYPE_CHECKING:
-    from ..experiments import Cell
-    from ..experiments.campaign import Job, Report
+    from ..reproduction import Cell
+    from ..reproduction.campaign import Job, Report
 
 GO_ON = "the same command goes on"
 SEARCHES = ("heldout", "test")
@@ -63,7 +63,7 @@ def reproduce(
     A finished run is never repeated: start the same command again, here or on another machine that has
     the records.
     """
-    from ..experiments.paper import select
+    from ..reproduction.paper import select
 
     if not what and not status:
         raise ValueError("name what to reproduce: table1, table2, table3, fig1, fig2, fig3, fig4 or all.")
@@ -71,7 +71,7 @@ def reproduce(
     if status:
         _status(chosen, results, as_json)
         return
-    from ..experiments.campaign import plan
+    from ..reproduction.campaign import plan
 
     searched = _search(chosen, search)
     wanted = [cell for several in searched.values() for cell in several] if search else chosen
@@ -106,7 +106,7 @@ def reproduce(
 
 
 def _campaign(cells: "Sequence[Cell]", *, budget: str | None, say: bool, **more: Any) -> "Report":
-    from ..experiments.campaign import campaign, parse_budget
+    from ..reproduction.campaign import campaign, parse_budget
 
     seconds = None if budget is None else parse_budget(budget)
     return campaign(cells, budget_seconds=seconds, say=typer.echo if say else lambda line: None, **more)
@@ -140,7 +140,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _status(cells: "Sequence[Cell]", results: Path, as_json: bool) -> None:
-    from ..experiments.records import load_records, summarise
+    from ..reproduction.records import load_records, summarise
 
     summary = summarise(cells, load_records(results))
     if as_json:
@@ -193,7 +193,7 @@ def _duration(seconds: float) -> str:
 
 def _search(cells: "Sequence[Cell]", how: str | None) -> "dict[str, list[Cell]]":
     from ..data.files import nearest
-    from ..experiments.paper import search
+    from ..reproduction.paper import search
 
     if how is None:
         return {}
@@ -207,7 +207,7 @@ def _search(cells: "Sequence[Cell]", how: str | None) -> "dict[str, list[Cell]]"
 
 def _choice(cells: "Sequence[Cell]", results: Path, how: str | None) -> dict[str, Any] | None:
     """The best of a search, once all of it is there."""
-    from ..experiments.records import choose, load_records
+    from ..reproduction.records import choose, load_records
 
     hashes = {cell.name: cell.recipe.hash for cell in cells}
     records = [r for r in load_records(results) if hashes.get(r.name) == r.recipe_hash and r.complete]

@@ -80,7 +80,7 @@ def open_ensemble(
 ) -> "Ensemble":
     """A saved ensemble; `network` and `output` are the user's MODULE:FUNCTION, where it needs them."""
     from ..data.preprocess import refit
-    from ..saving import Missing, load
+    from ..serialization import Missing, load
 
     ensemble = load(
         place,
@@ -117,7 +117,7 @@ def load_test(name: str, root: Path | None, options: dict[str, Any]) -> "Dataset
     """A set to test on; of one's own images also a folder that is not split, or has no train/."""
     from ..data import load
 
-    refuse_arrays(name, "--data", "cmcl.evaluate or cmcl.rejecting")
+    refuse_arrays(name, "--data", "cmcl.evaluate or cmcl.calibration")
     whole = None if root is None else root.expanduser()
     if name != "folder" or whole is None or (whole / "train").is_dir():
         return load(name, split="test", root=root, **options)

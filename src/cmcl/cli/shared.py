@@ -14,7 +14,7 @@ import typer
 from ..telling import first_line
 
 if TYPE_CHECKING:
-    from ..engine import Options
+    from ..training import Options
 
 TIME_OVER = 3  # exit code: the same command goes on
 FAILED = 1
@@ -110,8 +110,8 @@ def _check_permission(path: Path, there: Path, option: str) -> None:
 
 def check_device(name: str) -> str:
     """The name of a device that is there, "auto" made one of them."""
-    from ..engine.setup import find_device
-    from ..experiments.environment import usable
+    from ..reproduction.environment import usable
+    from ..training.setup import find_device
 
     try:
         device = find_device(name)
@@ -122,7 +122,7 @@ def check_device(name: str) -> str:
 
 def engine_options(device: str, precision: str, **more: Any) -> "Options":
     """How a run is carried out."""
-    from ..engine import Options
+    from ..training import Options
 
     return Options(device=check_device(device), precision=precision, **more)
 
@@ -130,8 +130,8 @@ def engine_options(device: str, precision: str, **more: Any) -> "Options":
 @contextmanager
 def ending(cure: str = "the same command goes on") -> Iterator[None]:
     """A run that was stopped leaves with exit code 3, one that diverged with 1, each with its one line."""
-    from ..engine import Diverged, Interrupted
-    from ..engine.locking import FolderInUseError
+    from ..training import Diverged, Interrupted
+    from ..training.locking import FolderInUseError
 
     try:
         yield

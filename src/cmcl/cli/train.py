@@ -25,8 +25,8 @@ from .shared import (
 from .stopping import on_ctrl_c
 
 if TYPE_CHECKING:
-    from ..experiments.records import Record
-    from ..recipe import Recipe
+    from ..reproduction.records import Record
+    from ..training.config import Recipe
 
 
 def train(
@@ -67,7 +67,7 @@ def train(
     It holds recipe.json, environment.jsonl, telemetry.jsonl, checkpoints/, record.json and ensemble/, which
     cmcl.load takes.
     """
-    from ..experiments.recipes import find
+    from ..reproduction.recipes import find
 
     given = {
         "method": method,
@@ -91,8 +91,8 @@ def train(
 
     cure = "go on with the same command and --resume"
     with on_ctrl_c(cure):
-        from ..experiments.deadline import parse_budget, stopping_after
-        from ..experiments.run import run, run_folder
+        from ..reproduction.deadline import parse_budget, stopping_after
+        from ..reproduction.run import run, run_folder
 
         which = [seed] if seeds is None else list(range(seed, seed + seeds))
         folder = run_folder(out, name, changed, which)
@@ -114,7 +114,7 @@ def train(
 def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
     """The recipe with these fields; a misspelt name or a value of another kind is an error."""
     from ..data.files import nearest
-    from ..experiments.kinds import in_words, is_a
+    from ..reproduction.kinds import in_words, is_a
 
     kinds = {field.name: field.type for field in fields(recipe)}
     changes = _with_options(recipe, changes)
@@ -155,7 +155,7 @@ def _as_written(name: str, value: Any, kind: Any) -> Any:
 
 def _drops(pairs: Any) -> list[tuple[float, float]]:
     """When the learning rate falls, a step (a whole number) or a share of the run; and by what factor."""
-    from ..experiments.kinds import is_a
+    from ..reproduction.kinds import is_a
 
     if not all(
         isinstance(pair, list) and len(pair) == 2 and all(is_a(n, float) for n in pair) for pair in pairs
@@ -205,8 +205,8 @@ def _refuse_old(folder: Path, recipe: "Recipe") -> None:
 
 def _refuse_recorded(results: Path, folder: Path, name: str, recipe: "Recipe", seeds: Sequence[int]) -> None:
     """No run may take the place of another that is recorded: which of the two counts is no choice."""
-    from ..experiments.records import Record, file_name
-    from ..experiments.run import same_training
+    from ..reproduction.records import Record, file_name
+    from ..reproduction.run import same_training
 
     own = [found for path in folder.glob("**/record.json") if (found := Record.read(path))]
     for path in (results / "records" / file_name(name, recipe.hash, seed) for seed in seeds):
@@ -249,7 +249,7 @@ def _show(records: "list[Record]", folder: Path, as_json: bool) -> None:
     title = f"{records[0].name}: errors on {records[0].test_examples:,} test images"
     lines = [[row["seed"], *map(number, list(row.values())[1:])] for row in rows]
     if len(rows) > 1:
-        from ..experiments.records import spread
+        from ..reproduction.records import spread
 
         spreads = (spread([row[key] for row in rows]) for key in list(rows[0])[1:-1])
         lines.append(["mean", *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in spreads), ""])

@@ -23,7 +23,7 @@ from .shared import (
 )
 
 if TYPE_CHECKING:
-    from ..recipe import Recipe
+    from ..training.config import Recipe
 
 SEARCHED = {"beta": "--betas", "overlap": "--overlaps", "validation": "--validation"}  # fields of a recipe
 USUAL = {"--root": None, "--out": Path("runs"), "--seeds": 1, "--device": "auto", "--precision": "auto"}
@@ -56,9 +56,9 @@ def tune(
     By successive halving: the better candidates train longer. The test set is looked at once, in the end. A
     command that was stopped goes on where it was.
     """
-    from ..tuning import check_plot
-    from ..tuning import plot as draw
-    from ..tuning import tune as search
+    from ..reproduction.tuning import check_plot
+    from ..reproduction.tuning import plot as draw
+    from ..reproduction.tuning import tune as search
 
     name, changed = _changed(recipe, setting or [])
     if plot is not None:
@@ -96,7 +96,7 @@ def tune(
 
 def _changed(recipe: str, setting: Sequence[str]) -> "tuple[str, Recipe]":
     """The recipe to search, and its name."""
-    from ..experiments.recipes import find
+    from ..reproduction.recipes import find
     from .train import change, changed_name
 
     changes = parse_pairs(setting, "--set")
@@ -106,7 +106,7 @@ def _changed(recipe: str, setting: Sequence[str]) -> "tuple[str, Recipe]":
         )
     base = replace(find(recipe), overlap=1)  # the recipe's own K may be more than the members of --set
     changed = change(base, changes)
-    refuse_arrays(changed.data, "data", "cmcl.tuning")
+    refuse_arrays(changed.data, "data", "cmcl.reproduction.tuning")
     return changed_name(recipe, base, changed), changed
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import replacing
+from .._files import replacing
 from . import preprocess
 from .checksum import json_checksum, tensor_checksum
 from .dataset import Dataset

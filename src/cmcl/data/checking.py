@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..files import digest
+from .._files import digest
 from .dataset import Dataset, counting, ignored, split_validation
 from .files import data_root
 from .preprocess import MeanStd

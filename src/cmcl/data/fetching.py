@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..files import digest
+from .._files import digest
 from ..telling import first_line
 from .files import data_root, nearest
 from .published import ICOSEG_SITE, PUBLISHED

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from ..files import digest
+from .._files import digest
 from .dataset import Dataset, hold_out
 from .files import data_root
 from .pictures import Picture, Size, collect, image_size, masked_pictures, parse_size, read_segmentation

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import replacing
+from .._files import replacing
 from .checksum import json_checksum, tensor_checksum
 from .dataset import Dataset
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import checks
+from .. import _checks
 
 
 class SplitNetwork(nn.Module):
@@ -93,4 +93,4 @@ def check_filters(filters: tuple[int, int] | list[int]) -> None:
     if not isinstance(filters, tuple | list) or len(filters) != 2:
         raise ValueError(f"filters must be two numbers, one per convolution. Got {filters!r}.")
     for number in filters:
-        checks.at_least(1, **{"each of filters": number})
+        _checks.at_least(1, **{"each of filters": number})

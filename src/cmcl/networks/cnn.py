@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import checks
+from .. import _checks
 from .base import SplitNetwork, chain, check_filters, conv, initialise
 
 
@@ -95,9 +95,9 @@ def cnn(
 
     Images (B, channels, size, size) to logits (B, classes). 7.39 million parameters by default.
     """
-    checks.at_least(2, classes=classes)
-    checks.at_least(1, channels=channels, size=size, kernel=kernel, hidden=1 if hidden is None else hidden)
-    checks.at_least(0, padding=padding)
+    _checks.at_least(2, classes=classes)
+    _checks.at_least(1, channels=channels, size=size, kernel=kernel, hidden=1 if hidden is None else hidden)
+    _checks.at_least(0, padding=padding)
     check_filters(filters)
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1. Got {dropout}.")

@@ -11,7 +11,7 @@ paper's filters in the paper's order, and the 2nd activation is the smallest, wh
 
 from torch import Tensor, nn
 
-from .. import checks
+from .. import _checks
 from .base import SplitNetwork, batch_norm, check_filters, conv, initialise
 
 
@@ -65,8 +65,8 @@ def fcn(
     Images (B, channels, H, W), sides of at least 4, to logits (B, classes, H, W). 1.06 million parameters
     by default.
     """
-    checks.at_least(2, classes=classes)
-    checks.at_least(1, channels=channels)
+    _checks.at_least(2, classes=classes)
+    _checks.at_least(1, channels=channels)
     check_filters(filters)
     first, second = filters
     stem = Down(channels, (first, second), normalise)

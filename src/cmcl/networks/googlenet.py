@@ -8,7 +8,7 @@ with max-pooling between the groups. 18 layers: 3×3 and 5×5 convolutions and t
 import torch
 from torch import Tensor, nn
 
-from .. import checks
+from .. import _checks
 from .base import ConvBNReLU, GlobalAverage, SplitNetwork, batch_norm, chain, conv, halving_pool, initialise
 
 LATER_GROUPS = ((1, 2), (2, 2, 2, 4), (4, 4))  # the width factors of the inception modules
@@ -51,9 +51,9 @@ def googlenet18(
     Images (B, channels, H, W), sides of at least 8, to logits (B, classes). 3.54 million parameters by
     default.
     """
-    checks.at_least(2, classes=classes)
-    checks.at_least(1, channels=channels)
-    checks.choice("pool", pool, (2, 3))
+    _checks.at_least(2, classes=classes)
+    _checks.at_least(1, channels=channels)
+    _checks.choice("pool", pool, (2, 3))
     inputs = 32
     groups: dict[str, nn.Module] = {}
     for group, widths in enumerate(LATER_GROUPS, start=2):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import checks
+from .. import _checks
 
 
 class Plain(nn.Sequential):
@@ -27,9 +27,9 @@ def plain(*, shape: Sequence[int], classes: int, hidden: int = 64) -> Plain:
     if not isinstance(shape, Sequence) or len(shape) not in (1, 3):
         raise ValueError(f"shape must be (features,) or (channels, height, width). Got {shape!r}.")
     for size in shape:
-        checks.at_least(1, **{"each of shape": size})
-    checks.at_least(2, classes=classes)
-    checks.at_least(1 if len(shape) == 1 else 2, hidden=hidden)
+        _checks.at_least(1, **{"each of shape": size})
+    _checks.at_least(2, classes=classes)
+    _checks.at_least(1 if len(shape) == 1 else 2, hidden=hidden)
     layers = _for_vectors if len(shape) == 1 else _for_images
     network = Plain(OrderedDict(layers(shape[0], classes, hidden)))
     network.name = "plain"

@@ -9,7 +9,7 @@ group end with the 6th ReLU, which the paper names.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import checks
+from .. import _checks
 from .base import GlobalAverage, SplitNetwork, batch_norm, chain, conv, initialise
 
 
@@ -53,8 +53,8 @@ def resnet20(*, classes: int = 10, channels: int = 3) -> SplitNetwork:
 
     Images (B, channels, H, W) of any size to logits (B, classes). 0.27 million parameters by default.
     """
-    checks.at_least(2, classes=classes)
-    checks.at_least(1, channels=channels)
+    _checks.at_least(2, classes=classes)
+    _checks.at_least(1, channels=channels)
     stem = chain(conv=conv(channels, 16), **_group(1, 16, 16))
     trunk = chain(
         **_group(2, 16, 32),

@@ -7,7 +7,7 @@ each number a 3×3 convolution with batch normalisation and ReLU; max-pooling be
 
 from torch import nn
 
-from .. import checks
+from .. import _checks
 from .base import ConvBNReLU, GlobalAverage, SplitNetwork, chain, halving_pool, initialise
 
 LATER_GROUPS = ((128, 2), (256, 4), (512, 4), (512, 4))  # (filters, convolutions), after the two of the stem
@@ -24,9 +24,9 @@ def vggnet17(
     Images (B, channels, H, W), sides of at least 16, to logits (B, classes). 20.04 million parameters by
     default.
     """
-    checks.at_least(2, classes=classes)
-    checks.at_least(1, channels=channels)
-    checks.choice("pool", pool, (2, 3))
+    _checks.at_least(2, classes=classes)
+    _checks.at_least(1, channels=channels)
+    _checks.choice("pool", pool, (2, 3))
     inputs = 64
     groups: dict[str, nn.Module] = {}
     for group, (filters, convolutions) in enumerate(LATER_GROUPS, start=2):

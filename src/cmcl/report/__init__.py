@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..files import replacing
+from .._files import replacing
 
 FORMATS = ("html", "md", "svg", "png", "pdf")
 

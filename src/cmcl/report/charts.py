@@ -5,8 +5,8 @@ A figure is a row of small panels, which the page lays out by its width. M membe
 
 from collections.abc import Container, Sequence
 
-from ..experiments.records import Record
-from ..experiments.specialists import median_entropy, pooled, specialisation
+from ..reproduction.records import Record
+from ..reproduction.specialists import median_entropy, pooled, specialisation
 from .drawing import (
     Figure,
     Point,

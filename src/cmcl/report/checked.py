@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..experiments.records import Record
+from ..reproduction.records import Record
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NUMBERS = (  # of a row of telemetry, that are drawn

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from ..experiments.noise import independent, is_dense, noise_known, spread_of, within_noise
-from ..experiments.records import Record, distinct
+from ..reproduction.noise import independent, is_dense, noise_known, spread_of, within_noise
+from ..reproduction.records import Record, distinct
 from .story import modest
 from .words import LONG, METHODS, NETWORKS, data_name, method_of, spread
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..experiments.evidence import Evidence
-from ..experiments.paper import CELLS
+from ..reproduction.evidence import Evidence
+from ..reproduction.paper import CELLS
 from .drawing import Figure, Panel, Point, Series, altair, colour, dash, number, panel, percent, series
 from .gather import Run
 from .tables import Column, Table, Value

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..experiments.evidence import Evidence
-from ..experiments.records import Record, distinct
+from ..reproduction.evidence import Evidence
+from ..reproduction.records import Record, distinct
 from .checked import check_gallery, check_record, check_row
 from .words import METHODS, method_of
 

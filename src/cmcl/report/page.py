@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from .._files import replacing
 from ..data.files import cache_root
-from ..experiments.claims import judge
-from ..experiments.records import Record
-from ..files import replacing
+from ..reproduction.claims import judge
+from ..reproduction.records import Record
 from . import story
 from .alarms import CURE, alarms
 from .comparing import of_runs

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..experiments.claims import Verdict
-from ..experiments.evidence import Evidence
-from ..experiments.paper import CELLS, TARGETS
-from ..experiments.records import Record
+from ..reproduction.claims import Verdict
+from ..reproduction.evidence import Evidence
+from ..reproduction.paper import CELLS, TARGETS
+from ..reproduction.records import Record
 from . import charts, curves
 from .drawing import Figure, method_label
 from .gather import Material, Run

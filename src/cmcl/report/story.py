@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..experiments.claims import FAILS, HOLDS, NEARLY, UNDECIDED, UNKNOWN, Verdict
-from ..experiments.evidence import Evidence, Records
-from ..experiments.paper import TARGETS
-from ..experiments.records import Record, distinct
+from ..reproduction.claims import FAILS, HOLDS, NEARLY, UNDECIDED, UNKNOWN, Verdict
+from ..reproduction.evidence import Evidence, Records
+from ..reproduction.paper import TARGETS
+from ..reproduction.records import Record, distinct
 from .words import DATA, spread
 
 PAPER = "Confident multiple choice learning"
@@ -122,8 +122,8 @@ def modest(cmcl: Sequence[Record], ie: Sequence[Record] = (), *, where: str = ""
     return (
         f"{where}CMCL's averaged answer is too modest: {confidence:.1f} % sure on average, and right in "
         f"{accuracy:.1f} % (its calibration error is {ece:.1f} %{beside}). Members that stay silent lower "
-        "the average. One temperature, fitted on held-out examples, mends that: cmcl.rejecting.temperature, "
-        "docs/rejecting.md."
+        "the average. One temperature, fitted on held-out examples, mends that: "
+        "cmcl.calibration.temperature, docs/rejecting.md."
     )
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from ..experiments.evidence import Evidence, Records
-from ..experiments.paper import CELLS, TARGETS, Cell
-from ..experiments.records import Record, distinct
-from ..experiments.records import spread as summed
+from ..reproduction.evidence import Evidence, Records
+from ..reproduction.paper import CELLS, TARGETS, Cell
+from ..reproduction.records import Record, distinct
+from ..reproduction.records import spread as summed
 from . import story
 from .comparing import repeats
 from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread

@@ -1,0 +1,274 @@
+"""Fine-tuning: members made from one pretrained network, whole copies or trunks on one stem."""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from . import _checks
+from .cuts import is_in, parts_before, parts_between
+from .ensemble import Ensemble
+from .members import Network, Output, build_members
+from .modes import keep_modes
+from .split import cut, split
+from .tracing import CannotCutError
+
+
+def from_pretrained(
+    network: nn.Module,
+    members: int = 5,
+    *,
+    head: str | Sequence[str],
+    noise: float = 0.0,
+    stem: str | None = None,
+    freeze: bool = False,
+    share_after: str | None = None,
+    share_prob: float = 0.7,
+    share_at_test: str = "expected",
+    output: Output | None = None,
+) -> Ensemble:
+    """An ensemble whose members start from one pretrained network, each with a head of its own.
+
+    Args:
+        network: the pretrained network, with a head for your classes; it is copied.
+        members: how many copies.
+        head: names of the submodules whose weights each member draws anew, such as "fc".
+        noise: moves all weights but the stem's apart: normal, this share of each tensor's own deviation.
+        stem: name of a submodule up to which all members are one network, as `SharedStemEnsemble` says.
+        freeze: the stem does not learn, and its statistics stay as they are.
+        share_after, share_prob, share_at_test, output: as for `Ensemble`.
+    """
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"network must be one torch.nn.Module, pretrained. Got {_checks.kind(network)}.")
+    if freeze and stem is None:
+        raise ValueError("freeze must come with stem, the submodule up to which nothing learns. Got no stem.")
+    if noise < 0:
+        raise ValueError(f"noise must be 0 or more. Got {noise}.")
+    _checks.positive("members", members)
+    for name in _names(head):
+        _check_head(network, name)
+    _check_heads_untied(network, _names(head))
+    copies = [copy.deepcopy(network) for _ in range(members)]
+    common = [] if stem is None else held_once(network, join_stems(copies, stem))
+    _check_outside(common, _names(head), stem)
+    for module in copies:
+        redrawn = {id(p) for name in _names(head) for p in _redraw(module, name)}
+        _disturb([p for n, p in module.named_parameters() if n not in common and id(p) not in redrawn], noise)
+    build = Ensemble if stem is None else partial(SharedStemEnsemble, stem=stem, freeze=freeze)
+    return build(
+        copies, share_after=share_after, share_prob=share_prob, share_at_test=share_at_test, output=output
+    )
+
+
+class SharedStemEnsemble(Ensemble):
+    """An ensemble whose members are one network up to the submodule `stem`, and go apart from there.
+
+    The stem runs once for all members; `parameters()` and `state_dict()` hold it once. Features can be
+    shared after a later submodule, `share_after`.
+
+    Args:
+        network: as for `Ensemble`. The stem is that of the first member.
+        members: as for `Ensemble`.
+        stem: name of a submodule; nothing but its output may be used after it.
+        freeze: the stem does not learn. It stays in eval mode: no dropout, statistics as they are.
+        settings: the other arguments of `Ensemble`.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        members: int | None = None,
+        *,
+        stem: str,
+        freeze: bool = False,
+        **settings: Any,
+    ) -> None:
+        modules = build_members(network, members)
+        self.stem, self.freeze = stem, freeze
+        self._parts = join_stems(modules, stem)  # names of the stem's modules, parameters and buffers
+        _check_later(modules[0], stem, settings.get("share_after"))
+        super().__init__(modules, **settings)
+        self.register_state_dict_post_hook(_name_once)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_name_for_all)  # type: ignore[no-untyped-call]
+        if freeze:
+            common = held_once(modules[0], self._parts)
+            for name, p in modules[0].named_parameters():
+                p.requires_grad_(p.requires_grad and name not in common)
+            self.train()
+
+    def forward(
+        self, x: Tensor, *, masks: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Logits (M, B, C, ...) of inputs (B, ...), as `Ensemble.forward`."""
+        _checks.same_device("x", _checks.inputs(x, self.transform), next(self.parameters(), x))
+        self._check_cut(x, place=self.share_after or self.stem, frozen=self.freeze)
+        ((h, _),) = self.run([partial(self._stem.stem, self.members[0], x)])
+        return self._mixed(h, masks, generator)
+
+    def train(self, mode: bool = True) -> Self:
+        """Train or eval mode; a frozen stem stays in eval mode."""
+        super().train(mode)
+        if self.freeze:
+            modules = dict(self.members[0].named_modules())
+            for name in modules.keys() & set(self._parts):
+                modules[name].eval()
+        return self
+
+    def _cut(self) -> None:
+        first = self.members[0]
+        with keep_modes(first):
+            # what is frozen is cut in eval mode once and for all
+            self._stem = cut(first.eval(), self.stem) if self.freeze else split(first, self.stem)
+        self._halves = [split(member, self.share_after, start=self.stem) for member in self.members]
+        self._checked = set()
+
+    def _in_pieces(self, m: int, member: nn.Module, x: Tensor) -> Any:
+        return super()._in_pieces(m, member, self._stem.stem(member, x)[0])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "_stem"}
+
+
+def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
+    """Give all modules the first one's parts up to the submodule `stem`; returns the names of these parts."""
+    first, *others = modules
+    parts = parts_before(first, stem)
+    for module in modules:
+        _check_untied(module, parts, stem)
+    for m, other in enumerate(others, 1):
+        if parts_before(other, stem) != parts:
+            raise ValueError(f"members must be alike up to {stem!r}. Member {m} is not like member 0.")
+        for part in parts:
+            path, _, name = part.rpartition(".")
+            setattr(other.get_submodule(path), name, getattr(first.get_submodule(path), name))
+    return parts
+
+
+def held_once(member: nn.Module, parts: Sequence[str]) -> list[str]:
+    """The keys in a member's state_dict that belong to the stem."""
+    return [key for key in member.state_dict() if is_in(key, parts)]
+
+
+def _check_untied(module: nn.Module, parts: Sequence[str], stem: str) -> None:
+    """A weight on both sides of the stem would have to be one for all members and each member's own."""
+    weights = list(module.named_parameters(remove_duplicate=False))
+    inside = {p: name for name, p in weights if is_in(name, parts)}
+    for name, p in weights:
+        if p in inside and not is_in(name, parts):
+            raise CannotCutError(module, stem, f"{inside[p]!r} before it and {name!r} are one tied weight")
+
+
+def _check_later(member: nn.Module, stem: str, share_after: str | None) -> None:
+    """Features are shared where they differ, after weights of the members' own."""
+    if share_after is None:
+        return
+    own = [] if share_after == stem else parts_between(member, stem, share_after)
+    if not any(is_in(name, own) for name, _ in member.named_parameters()):
+        raise ValueError(
+            f"share_after must come after weights of the members' own. Got {share_after!r}, where all have "
+            f"the same features, those of the stem {stem!r}; name a later submodule, or leave it out."
+        )
+
+
+def _check_outside(common: Sequence[str], heads: Sequence[str], stem: str | None) -> None:
+    for head in heads:
+        if any(is_in(key, [head]) for key in common):
+            raise ValueError(
+                f"head must come after the stem, which stays as it is pretrained. Got {head!r}, of which "
+                f"{stem!r} needs a part; name a later submodule, or an earlier stem."
+            )
+
+
+def _name_once(ensemble: SharedStemEnsemble, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """The stem's weights stay under the first member's name only."""
+    for key, _ in _doubles(ensemble, prefix):
+        del state[key]
+
+
+def _name_for_all(ensemble: SharedStemEnsemble, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """The way back, before each member looks for its weights."""
+    for key, first in _doubles(ensemble, prefix):
+        if first in state:
+            state.setdefault(key, state[first])
+
+
+def _doubles(ensemble: SharedStemEnsemble, prefix: str) -> list[tuple[str, str]]:
+    """Names of the stem's weights in the other members, each with its name in the first."""
+    common = held_once(ensemble.members[0], ensemble._parts)
+    others = range(1, len(ensemble.members))
+    return [(f"{prefix}members.{m}.{key}", f"{prefix}members.0.{key}") for m in others for key in common]
+
+
+def _names(head: str | Sequence[str]) -> Sequence[str]:
+    return [head] if isinstance(head, str) else head
+
+
+def _check_head(network: nn.Module, name: str) -> None:
+    """A head must be there, and its weights such that each member can draw its own."""
+    known = dict(network.named_modules())
+    if not name or name not in known:
+        last = ", ".join(repr(key) for key, _ in list(network.named_children())[-3:])
+        raise ValueError(
+            f"head must name a submodule of {type(network).__name__}. Got {name!r}; last are {last}."
+        )
+    for part in known[name].modules():
+        if _reset(part) is None and any(True for _ in part.parameters(recurse=False)):
+            raise ValueError(
+                f"head must be layers that can draw their weights anew, by reset_parameters(). "
+                f"Got {type(part).__name__}; give it that method."
+            )
+        computed = _computed(part)
+        if computed is not None:
+            raise ValueError(
+                f"head must be layers that can draw their weights anew, by reset_parameters(). Got a "
+                f"{type(part).__name__} whose {computed} is computed from others; use one without "
+                "spectral_norm, weight_norm or prune."
+            )
+    if not any(True for _ in known[name].parameters()):
+        raise ValueError(f"head must have weights to draw anew. Got {name!r}, which has none.")
+
+
+def _check_heads_untied(network: nn.Module, heads: Sequence[str]) -> None:
+    """Drawing a tied weight anew would draw it in the other part too; one module of two names is no tie."""
+    drawn = {part for name in heads for part in network.get_submodule(name).modules()}
+    own = {p: f"{name}.{key}" for name in heads for key, p in network.get_submodule(name).named_parameters()}
+    for name, part in network.named_modules():
+        for key, p in part.named_parameters(name, recurse=False):
+            if part not in drawn and p in own:
+                raise ValueError(
+                    f"head must not be tied to what stays as it is pretrained. Got {own[p]!r}, which is also "
+                    f"{key!r}; give the head a weight of its own, or name both parts as head."
+                )
+
+
+def _computed(part: nn.Module) -> str | None:
+    """A weight that a hook computes from parameters: what is drawn for it would be forgotten.
+
+    prune and the older spectral_norm keep a parameter `weight_orig`, the older weight_norm `weight_g` and
+    `weight_v`.
+    """
+    keys = [key.rpartition("_") for key, _ in part.named_parameters(recurse=False)]
+    names = [name for name, _, last in keys if last in {"orig", "g", "v"}]
+    return next((name for name in names if isinstance(vars(part).get(name), Tensor)), None)
+
+
+def _reset(part: nn.Module) -> Any:
+    return getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+
+
+def _redraw(module: nn.Module, name: str) -> list[nn.Parameter]:
+    """Draw the weights of a submodule anew; returns them."""
+    for part in module.get_submodule(name).modules():
+        reset = _reset(part)
+        if reset is not None:
+            reset()
+    return list(module.get_submodule(name).parameters())
+
+
+@torch.no_grad()
+def _disturb(weights: Sequence[Tensor], noise: float) -> None:
+    for w in weights if noise else []:
+        w.add_(torch.randn_like(w), alpha=noise * w.std(correction=0).item())

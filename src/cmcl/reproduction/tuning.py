@@ -1,0 +1,224 @@
+"""Choosing beta and K on held-out data: successive halving over a grid of recipes.
+
+Every candidate trains for a part of the full length; the better ones go on to a longer run, the best to the
+full one. The learning rate's schedule stretches with the length, so a longer run starts afresh.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from .._files import replacing
+from ..training.config import Recipe
+
+if TYPE_CHECKING:
+    from ..training import Options
+
+Score = Callable[[str, Recipe], float]  # trains a candidate and returns its held-out error in percent
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One round: the same length for all who are left."""
+
+    share: float  # of the full length
+    errors: dict[str, float]  # held-out error of each candidate, in percent
+    kept: list[str]  # who goes on, the best first
+
+
+def successive_halving(candidates: Mapping[str, Recipe], score: Score, *, eta: int = 3) -> list[Rung]:
+    """Rounds of `score`, each on the best 1/eta of the last, eta times as long: `[-1].kept[0]` is the choice.
+
+    Ties go to the candidate that comes first.
+
+    Args:
+        candidates: recipes of full length, by name.
+        score: called with name and (shortened) recipe: trains, and returns the error on held-out data. For a
+            network of your own, this is where you build and fit it.
+        eta: how many are dropped for one that goes on, and how much longer that one trains.
+    """
+    if not candidates:
+        raise ValueError("candidates must hold at least one recipe. Got none.")
+    if eta < 2:
+        raise ValueError(f"eta must be 2 or more. Got {eta}.")
+    rungs: list[Rung] = []
+    left = list(candidates)
+    last = math.floor(math.log(len(left), eta) + 1e-9)  # so that someone trains at full length
+    for i in range(last + 1):
+        share = eta ** (i - last)
+        errors = {name: score(name, shortened(candidates[name], share)) for name in left}
+        keep = math.ceil(len(left) / eta) if i < last else 1
+        left = sorted(errors, key=errors.__getitem__)[:keep]  # stable
+        rungs.append(Rung(share, errors, left))
+    return rungs
+
+
+def shortened(recipe: Recipe, share: float) -> Recipe:
+    """The same recipe over a share of its length: warm start and steps of the schedule shrink with it."""
+    if share == 1:
+        return recipe
+    return replace(
+        recipe,
+        epochs=recipe.epochs and recipe.epochs * share,
+        steps=recipe.steps and max(1, round(recipe.steps * share)),
+        warm_start=round(recipe.warm_start * share),
+        decay_steps=recipe.decay_steps and max(1, round(recipe.decay_steps * share)),
+        drops=tuple((max(1, round(when * share)) if when >= 1 else when, by) for when, by in recipe.drops),
+    )
+
+
+def tune(
+    name: str,
+    *,
+    out: str | Path,
+    recipe: Recipe | None = None,
+    betas: Sequence[float] | None = None,
+    overlaps: Sequence[int] | None = None,
+    validation: float = 0.1,
+    eta: int = 3,
+    seeds: Sequence[int] = (0,),
+    root: str | Path | None = None,
+    options: "Options | None" = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """The beta and K of a recipe with the lowest held-out top-1 error, found by successive halving.
+
+    Candidates are compared on the part of the training set that is held out, and on nothing else: the test
+    set is looked at once, for the choice. Called again, it goes on where it was stopped. What it returns is
+    also in `out`/tuning-NAME.json.
+
+    Args:
+        name: of a CMCL recipe.
+        out: folder of run folders, and of the result.
+        recipe: what `name` is to stand for, if it is none of the known ones.
+        betas: to try; those of the paper if not given.
+        overlaps: K to try; those of the paper if not given, as far as there are so many members.
+        validation: the share of the training set to hold out.
+        eta: see `successive_halving`.
+        seeds: a candidate's error is the mean over them.
+        root: folder of the data sets.
+        options: how runs are carried out.
+        say: is told how each candidate did.
+    """
+    from .recipes import BETAS, find, grid
+    from .run import run, run_folder
+
+    base, out = find(name) if recipe is None else recipe, Path(out)
+    if base.method != "cmcl":
+        raise ValueError(
+            f"recipe must be a CMCL one, which has a beta and a K. Got {name!r} ({base.method})."
+        )
+    if not 0 < validation < 1:
+        raise ValueError(f"validation must be above 0 and below 1, to choose by. Got {validation}.")
+    candidates = grid(name, base, betas=betas or BETAS, overlaps=overlaps, validation=validation)
+    shared: dict[str, Any] = {"out": out, "root": root, "options": options}
+
+    def score(candidate: str, recipe: Recipe) -> float:
+        error = _held_out(candidate, recipe, seeds, shared)
+        say(f"{candidate}, {_length(recipe)}: held-out top-1 {error:.2f} %")
+        return error
+
+    rungs = successive_halving(candidates, score, eta=eta)
+    chosen = rungs[-1].kept[0]
+    records = run(candidates[chosen], seeds, name=chosen, **shared)  # trained already: only measured
+    result = {
+        "recipe": name,
+        "chosen": chosen,
+        "beta": candidates[chosen].beta,
+        "overlap": candidates[chosen].overlap,
+        "held_out": round(rungs[-1].errors[chosen], 6),
+        "run": str(run_folder(out, chosen, candidates[chosen], seeds)),
+        "test": round(fmean(record.errors["expected"]["top1"] for record in records), 6),
+        "seeds": list(seeds),
+        "validation": validation,
+        "rungs": [_table(rung, candidates) for rung in rungs],
+        "device": records[0].device,
+        "versions": dict(records[0].versions),
+    }
+    with replacing(out / f"tuning-{name}.json") as part:
+        part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _held_out(name: str, recipe: Recipe, seeds: Sequence[int], shared: Mapping[str, Any]) -> float:
+    """The mean held-out top-1 error over the seeds, from records where they are there already."""
+    from .records import Record
+    from .run import run, run_folder
+
+    folder = run_folder(shared["out"], name, recipe, seeds)
+    paths = [folder / ("" if len(seeds) == 1 else f"seed{seed}") / "record.json" for seed in seeds]
+    if all(path.exists() for path in paths):
+        records = [Record.load(path) for path in paths]
+    else:
+        # One test image, because `run` wants some: nobody is to choose by the others, nor to wait for them.
+        records = run(recipe, seeds, name=name, test_limit=1, **shared)
+    return fmean((record.validation or {})["top1"] for record in records)
+
+
+def _length(recipe: Recipe) -> str:
+    return f"{recipe.epochs:.3g} epochs" if recipe.epochs else f"{recipe.steps:,} steps"
+
+
+def _table(rung: Rung, candidates: Mapping[str, Recipe]) -> dict[str, Any]:
+    rows = [
+        {
+            "name": name,
+            "beta": candidates[name].beta,
+            "overlap": candidates[name].overlap,
+            "held_out": round(error, 6),
+            "kept": name in rung.kept,
+        }
+        for name, error in rung.errors.items()
+    ]
+    return {
+        "share": rung.share,
+        "length": _length(shortened(next(iter(candidates.values())), rung.share)),
+    } | {"rows": rows}
+
+
+def check_plot(path: str | Path) -> None:
+    """Whether `plot` can draw to that file, to be asked before hours of search."""
+    for name in ("altair", "vl_convert"):
+        if find_spec(name) is None:
+            raise ImportError(f"the picture needs {name}. Install it: pip install altair vl-convert-python")
+    if Path(path).suffix not in {".svg", ".png"}:
+        raise ValueError(f"a picture must be .svg or .png. Got {Path(path).name!r}.")
+    if Path(path).is_dir():
+        raise ValueError(f"a picture must be a file. Got the folder {path}.")
+
+
+def plot(result: Mapping[str, Any], path: str | Path) -> None:
+    """A picture of the rounds, beta across and K up; .svg or .png. Who goes on has a frame."""
+    check_plot(path)
+    import altair
+    import vl_convert
+
+    path = Path(path)
+    first = result["rungs"][0]["rows"]
+    betas, overlaps = (sorted({row[key] for row in first}) for key in ("beta", "overlap"))
+    charts = []
+    for rung in result["rungs"]:
+        data = altair.InlineData(values=[row | {"text": f"{row['held_out']:.1f}"} for row in rung["rows"]])
+        cells = altair.Chart(data, title=rung["length"]).encode(
+            x=altair.X("beta:O", title="β", axis=altair.Axis(labelAngle=0), scale=altair.Scale(domain=betas)),
+            y=altair.Y("overlap:O", title="K", scale=altair.Scale(domain=overlaps[::-1])),
+        )
+        colour = altair.Color("held_out:Q", scale=altair.Scale(scheme="blues", type="sqrt"), legend=None)
+        frame = altair.condition("datum.kept", altair.value("#d9480f"), altair.value("white"))
+        boxes = cells.mark_rect(strokeWidth=2.5, width=34, height=34, cornerRadius=3)
+        halo = cells.mark_text(fontSize=11, stroke="white", strokeWidth=3, strokeJoin="round")
+        texts = [mark.encode(text="text:N") for mark in (halo, cells.mark_text(fontSize=11))]
+        layers = altair.layer(boxes.encode(color=colour, stroke=frame), *texts)
+        charts.append(layers.properties(width=altair.Step(40), height=altair.Step(40)))
+    title = f"{result['recipe']}, held-out error in %: chosen β {result['beta']:g}, K {result['overlap']}"
+    whole = altair.hconcat(*charts, title=title).configure_view(strokeWidth=0).configure_title(fontSize=13)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".svg":
+        path.write_text(vl_convert.vegalite_to_svg(whole.to_json()), encoding="utf-8")
+    else:
+        path.write_bytes(vl_convert.vegalite_to_png(whole.to_json(), scale=2))
