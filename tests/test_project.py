@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "cmcl"
 
 # A module imports only from those before it.
 ORDER = [
-    *("lazy", "_files", "telling", "_checks", "modes"),
+    *("lazy", "_files", "_schema", "telling", "_checks", "modes"),
     *("objectives", "sharing", "metrics", "prediction", "networks", "data"),
     *("tracing", "cuts", "split", "places", "members", "fidelity", "ensemble"),
     *("pretrained", "serialization", "calibration"),

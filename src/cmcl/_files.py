@@ -2,12 +2,14 @@
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 LIMIT = "which takes no file so large (a limit, or the kind of disk)", "Raise the limit"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a quota, a limit on file sizes
@@ -71,6 +73,30 @@ def _afterwards(checkpoints: Path | None) -> str:
     if any(checkpoints.glob("step-*.safetensors")):
         return "then resume: the checkpoints written before are intact"
     return "then start the run again: it had no checkpoint yet"
+
+
+def read_json(path: Path, *, largest: int = 64 * 2**20) -> Any:
+    """The content of a JSON file. Everything that is wrong with it raises `ValueError` with its path.
+
+    Devices, pipes and files above `largest` bytes are never read, so a bad link cannot hang the caller.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"{path} must be a JSON file. Got {'something else' if path.exists() else 'nothing'}."
+        )
+    if (size := path.stat().st_size) > largest:
+        raise ValueError(f"{path} must be a JSON file of at most {largest} bytes. Got {size}.")
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json(text: str | bytes, source: object) -> Any:
+    """JSON values of a text; damage, deep nesting and huge integers raise `ValueError` with the source."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{source} must be JSON. Got values nested too deep.") from None
+    except ValueError as error:  # damage, bytes that are not UTF-8, an integer of thousands of digits
+        raise ValueError(f"{source} must be JSON. Got text that cannot be parsed: {error}.") from None
 
 
 def digest(path: Path, algorithm: str = "sha256") -> str:
