@@ -8,10 +8,9 @@ import pytest
 
 from cmcl.report import documents, markdown, story, tables
 from cmcl.report.comparing import of_runs
-from cmcl.reproduction import CELLS, claims, noise
+from cmcl.reproduction import CELLS, claims, significance
 from cmcl.reproduction.claims import judge
 from cmcl.reproduction.evidence import Evidence
-from cmcl.reproduction.noise import noise_known, within_noise
 from cmcl.reproduction.records import load_records
 from report_samples import made_record, whole_paper
 
@@ -87,34 +86,6 @@ def test_a_legend_tells_what_stands_in_the_table_and_no_more():
     assert "≈" in text
     assert "▲" not in text
     assert text.endswith("Mean ± standard deviation over n runs with different seeds.")
-
-
-def test_noise_by_hand():
-    def found(mean, std=None, n=1):
-        return {"mean": mean, "std": std, "n": n}
-
-    # 359 images: one is 0.2786 %, and two may always be chance
-    assert within_noise(found(3.342618), found(3.62117), 359)
-    assert within_noise(found(0.0), found(200 / 359), 359)
-    assert not within_noise(found(0.0), found(100 * 12 / 359), 359)
-    # twice sqrt(0.08 * 0.92 / 10000 + 0.088 * 0.912 / 10000) is 0.785 points
-    assert within_noise(found(8.0), found(8.78), 10_000)
-    assert not within_noise(found(8.0), found(8.8), 10_000)
-    # deviations of 2 over 4 runs each: sqrt(4 / 4 + 4 / 4) = 1.41 points more
-    assert within_noise(found(8.0, 2.0, 4), found(10.0, 2.0, 4), 10_000)
-    # of pixels only those tell, and few do: Student's 2.4 times 1.41, and 4.3 times sqrt(1 / 2 + 1 / 2)
-    assert within_noise(found(8.0, 2.0, 4), found(11.3, 2.0, 4), None)
-    assert not within_noise(found(8.0, 2.0, 4), found(11.4, 2.0, 4), None)
-    assert within_noise(found(8.0, 1.0, 2), found(12.2, 1.0, 2), None)
-    assert not within_noise(found(8.0, 1.0, 2), found(12.4, 1.0, 2), None)
-    # a lone run varies as much as the others do: twice sqrt(0.08 * 0.92 + 0.104 * 0.896 + 1 + 1 / 4)
-    assert within_noise(found(8.0), found(10.3, 1.0, 4), 10_000)
-    assert not within_noise(found(8.0), found(10.5, 1.0, 4), 10_000)
-    # pixels that err together, and a single run on one side: nothing tells how large the noise is
-    for other in (found(9.139), found(60.0), found(60.0, 0.1, 5)):
-        assert within_noise(found(9.14), other, None)
-        assert not noise_known(found(9.14), other, None)
-    assert noise_known(found(9.14), found(60.0), 359)
 
 
 def test_the_title_claims_no_more_than_was_measured():
@@ -452,8 +423,7 @@ def test_the_report_page_tells_the_rules_that_claims_are_judged_by():
     for mark in (*tables.MARKS.values(), tables.WORSE):
         assert mark in text
     assert f"more than {tables.MUCH:g} points" in text
-    assert noise.TIMES == 2
-    assert "twice its standard error" in text
+    assert f"p-value is below {significance.LEVEL:g}" in text
     assert f"closes {100 * claims.REPAIRED:.0f} %" in text
     assert f"at most {claims.ALMOST:g} times" in text
     assert claims.LONG == 120

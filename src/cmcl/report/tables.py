@@ -95,8 +95,8 @@ def legend(rows: Iterable[Sequence[Value]]) -> str:
     if any(value.mark for value in values):
         lines.append(
             f"{MARKS['same']}: ours lies on the same side of IE as the paper's number does; "
-            f"{MARKS['other']}: it does not; {MARKS['near']}: the difference is within the noise, twice its "
-            "standard error. No mark: fewer than two runs of either, or nothing to compare (the single "
+            f"{MARKS['other']}: it does not; {MARKS['near']}: the difference is not significant (p > "
+            "0.05). No mark: fewer than two runs of either, or nothing to compare (the single "
             "network is the mean of IE's own members)."
         )
     if any(value.worse for value in values):
