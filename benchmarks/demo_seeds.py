@@ -15,8 +15,8 @@ from statistics import fmean, stdev
 
 import torch
 
+from cmcl.demo import METHODS, one_thread, scores
 from cmcl.reproduction import find
-from cmcl.reproduction.demo import METHODS, one_thread, scores
 from cmcl.reproduction.environment import commit
 from cmcl.reproduction.records import Record
 from cmcl.reproduction.run import run
