@@ -36,7 +36,7 @@ lint: $(READY)           ## style and types
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch -e '.[fetch,export,tensorboard]' --group dev --group frameworks
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch -e '.[report,fetch,export,tensorboard]' --group dev --group frameworks
 	touch $@
 
 constraints:             ## write down the exact versions that are installed now

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,18 @@ def test_what_it_prints_for_programs(cmcl, tiny, tmp_path, more):
     assert found["report"] == str(tmp_path / "d" / "report.html")
     assert "<html" in Path(found["report"]).read_text()
     assert "4/4 CMCL" in err
+
+
+def test_without_the_extra_report_it_names_it(cmcl, tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "altair", None)
+    code, out, err = cmcl("demo", "--out", tmp_path / "d")
+    assert code == 0
+    assert "confident-mcl[report]" in out
+    assert "no report page" in err
+    assert not (tmp_path / "d" / "report.html").exists()
+    code, _, err = cmcl("report", tmp_path / "d", "-o", tmp_path / "r.html")
+    assert code == 2
+    assert "confident-mcl[report]" in err
 
 
 def test_what_it_prints_for_people(cmcl, tiny, tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ def test_many_classes_stay_on_the_screen():
 
 def test_what_is_missing_is_named_with_its_cure(monkeypatch):
     monkeypatch.setitem(sys.modules, "altair", None)
-    with pytest.raises(ImportError, match="pip install altair vl-convert-python"):
+    with pytest.raises(ImportError, match=r"pip install 'confident-mcl\[report\]'"):
         charts.heat_maps("f", "t", [])
 
 

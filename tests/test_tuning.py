@@ -219,7 +219,7 @@ def test_a_picture_without_its_package_is_refused_before_the_search(tmp_path, cm
     monkeypatch.setattr(tuning, "tune", pytest.fail)
     code, _, err = cmcl("tune", "digits-cmcl", "--plot", tmp_path / "tuning.svg")
     assert code == 2
-    assert "the picture needs altair. Install it: pip install altair vl-convert-python" in err
+    assert "the picture needs altair. Install it: pip install 'confident-mcl[report]'" in err
 
 
 @pytest.mark.parametrize(

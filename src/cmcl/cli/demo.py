@@ -54,5 +54,6 @@ def demo(
         for method, title in module.METHODS.items()
     ]
     print_table(("method", ">top-1 error %", ">oracle error %", ">ECE %"), rows)
-    typer.echo(f"\noracle: some member is right. top-1: the ensemble is. The report: {found['report']}")
+    page = found["report"] or "pip install 'confident-mcl[report]', then cmcl report " + str(out)
+    typer.echo(f"\noracle: some member is right. top-1: the ensemble is. The report: {page}")
     typer.echo(f"\n{MORE_SEEDS[segmentation]}\n{ECE}")

@@ -47,21 +47,21 @@ class Figure:
 
 def altair() -> Any:
     """The library that describes charts, or how to get it."""
-    return _library("altair")
+    return library("altair")
 
 
 def vl_convert() -> Any:
     """The library that draws them, or how to get it."""
-    return _library("vl_convert")
+    return library("vl_convert")
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
+    """A library of the extra `report`, or how to install it."""
     try:
         return import_module(name)
     except ImportError as error:
         raise ImportError(
-            "the report's charts need altair and vl-convert. "
-            "Install them with: pip install altair vl-convert-python"
+            f"the report needs {name.replace('_', '-')}. Install it with: pip install 'confident-mcl[report]'"
         ) from error
 
 

@@ -14,7 +14,7 @@ from ..reproduction.records import Record
 from . import story
 from .alarms import CURE, alarms
 from .comparing import of_runs
-from .drawing import vega_lite_version, vl_convert
+from .drawing import library, vega_lite_version, vl_convert
 from .gather import Material
 from .sections import Section, sections
 from .tables import Table, headline_table, summary_table
@@ -60,10 +60,7 @@ def render(material: Material) -> str:
 
 
 def _environment() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ImportError("the report needs jinja2. Install it with: pip install jinja2") from error
+    jinja2 = library("jinja2")
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,

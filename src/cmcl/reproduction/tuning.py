@@ -185,7 +185,7 @@ def check_plot(path: str | Path) -> None:
     """Whether `plot` can draw to that file, to be asked before hours of search."""
     for name in ("altair", "vl_convert"):
         if find_spec(name) is None:
-            raise ImportError(f"the picture needs {name}. Install it: pip install altair vl-convert-python")
+            raise ImportError(f"the picture needs {name}. Install it: pip install 'confident-mcl[report]'")
     if Path(path).suffix not in {".svg", ".png"}:
         raise ValueError(f"a picture must be .svg or .png. Got {Path(path).name!r}.")
     if Path(path).is_dir():
