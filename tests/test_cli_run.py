@@ -583,7 +583,7 @@ class TestNames:
             classes = ("sky", "sea")
 
             def predict(self, images):
-                return package.prediction.answer(torch.zeros(1, len(images), 2, 1, 3))
+                return package.ensemble.prediction(torch.zeros(1, len(images), 2, 1, 3))
 
         masks = torch.tensor([[[0, 1, 255]]], dtype=torch.uint8)
         data = package.data.Dataset(torch.zeros(1, 3, 1, 3, dtype=torch.uint8), masks, ("sea", "sky"))

@@ -10,7 +10,7 @@ from torch import nn
 
 from cmcl import Ensemble, SharedStemEnsemble, share_features
 from cmcl.data.preprocess import MeanStd
-from cmcl.modes import in_eval
+from cmcl.ensemble import in_eval
 from helpers import draw_masks
 
 
@@ -174,6 +174,35 @@ class TestForward:
     def test_another_device(self):
         with pytest.raises(ValueError, match="x must be on cpu like the rest. Got meta"):
             Ensemble(Net, 2)(torch.zeros(2, 4, device="meta"))
+
+
+class TestPieces:
+    @pytest.mark.parametrize(
+        "build",
+        [
+            partial(Ensemble, share_after="act"),
+            Ensemble,
+            partial(SharedStemEnsemble, stem="fc1", share_after="act"),
+            partial(SharedStemEnsemble, stem="fc1"),
+        ],
+    )
+    def test_forward_is_stems_share_trunks_logits(self, build):
+        ensemble, x = build(Net, 3).eval(), torch.randn(7, 4)
+        h = x if ensemble.shared_stem is None else ensemble.shared_stem(ensemble.members[0], x)[0]
+        parts = [stem(member, h) for stem, member in zip(ensemble.stems, ensemble.members, strict=True)]
+        mixed = ensemble.share([features for features, _ in parts])
+        calls = zip(ensemble.trunks, ensemble.members, mixed, parts, strict=True)
+        outputs = [trunk(member, features, rest) for trunk, member, features, (_, rest) in calls]
+        assert ensemble.logits(outputs).equal(ensemble(x))
+
+    def test_stream_is_forward_in_eval_mode_part_by_part(self):
+        ensemble, x = Ensemble(Net, 3, share_after="act"), torch.randn(7, 4)
+        ensemble.transform = MeanStd()  # not fitted: it would raise
+        parts = list(ensemble.stream(x, 3))
+        assert [part.shape[1] for part in parts] == [3, 3, 1]
+        assert ensemble.training
+        assert not parts[0].requires_grad
+        torch.testing.assert_close(torch.cat(parts, 1), ensemble.eval()(x))
 
 
 class TestPredict:

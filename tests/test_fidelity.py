@@ -281,7 +281,7 @@ def test_nothing_is_touched():
     x = torch.randn(6, 4)
     before = {key: value.clone() for key, value in ensemble.state_dict().items()}
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    ensemble._check_cut(x)
+    ensemble.check(x)
     assert ensemble._checked == {True}
     assert torch.get_rng_state().equal(states[0])
     assert random.getstate() == states[1]

@@ -277,7 +277,7 @@ class TestOneStem:
     def test_a_frozen_stem_is_a_fixed_function_in_training_too(self, pretrained):
         ensemble = from_pretrained(pretrained, 2, head="fc", stem="layer1", freeze=True)
         x = images()
-        h, _ = ensemble._stem.stem(ensemble.members[0], x)
+        h, _ = ensemble.shared_stem(ensemble.members[0], x)
         pretrained.eval()
         torch.testing.assert_close(
             h, pretrained.layer1(pretrained.maxpool(pretrained.relu(pretrained.bn1(pretrained.conv1(x)))))

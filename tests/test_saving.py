@@ -393,13 +393,6 @@ class TestTransforms:
         loaded = cmcl.load(tmp_path / "with")
         assert loaded.transform.checksum == ensemble.transform.checksum
         assert loaded.predict(images).probs.equal(ensemble.predict(images).probs)
-        with pytest.warns(
-            UserWarning, match="float inputs are taken as transformed already, and these look raw"
-        ):
-            floats = loaded.predict(images.float())
-        assert not loaded.predict(images).probs.equal(floats.probs), "floats are taken as they are"
-        for fine in (images, images // 255 * 0 + 255):  # some below 0; white, not below 0 and not raw
-            loaded.predict(ensemble.transform.transform(fine))
 
     def test_floats_of_another_shape_are_the_callers_business(self):
         pooled = cmcl.Ensemble(

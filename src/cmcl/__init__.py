@@ -16,7 +16,7 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "OracleLoss": "objectives",
     "share_features": "sharing",
     "Ensemble": "ensemble",
-    "Prediction": "prediction",
+    "Prediction": "ensemble",
     "shareable_layers": "places",
     "Place": "places",
     "from_pretrained": "pretrained",
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from . import networks as networks
     from . import report as report
     from .ensemble import Ensemble as Ensemble
+    from .ensemble import Prediction as Prediction
     from .estimator import CMCLClassifier as CMCLClassifier
     from .objectives import OracleLoss as OracleLoss
     from .objectives import confident_oracle_loss as confident_oracle_loss
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from .objectives import oracle_loss as oracle_loss
     from .places import Place as Place
     from .places import shareable_layers as shareable_layers
-    from .prediction import Prediction as Prediction
     from .pretrained import SharedStemEnsemble as SharedStemEnsemble
     from .pretrained import from_pretrained as from_pretrained
     from .reproduction.own import record as record

@@ -1,40 +1,67 @@
-"""An ensemble of members whose features are mixed at a named place.
+"""An ensemble of M networks that see the same batch and share features (section 4.1), and its prediction.
 
 M members, B batch, C classes. The member axis comes first, always: logits (M, B, C, ...).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from . import _checks
 from .data.transform import Transform
 from .fidelity import can_compare, check_cut
-from .members import Network, Output, build_members, distinct, in_turn, logits_of
-from .modes import in_eval
-from .prediction import Prediction, answer, notice_raw
+from .metrics import entropy
 from .sharing import MODES, share_features
-from .split import split
+from .split import Stem, Trunk, split
+
+Network = Callable[[], nn.Module] | Sequence[nn.Module]
+Output = Callable[[Any], Tensor]  # what a member returns -> its logits (B, C, ...)
+
+
+class Prediction(NamedTuple):
+    """Probabilities of an ensemble and of its members."""
+
+    probs: Tensor  # (B, C, ...)           mean of the members' probabilities
+    member_probs: Tensor  # (M, B, C, ...)
+    entropy: Tensor  # (M, B)              of each member's prediction, in nats; pixel mean if dense
+    chosen: Tensor  # (B,)                 the most confident member: lowest entropy
+
+
+def prediction(logits: Tensor) -> Prediction:
+    """The prediction of logits (M, B, C, ...), in float32 or more."""
+    member_probs = logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32))
+    entropies = entropy(member_probs)
+    return Prediction(member_probs.mean(0), member_probs, entropies, entropies.argmin(0))
 
 
 class Ensemble(nn.Module):
     """M networks that see the same batch and, with `share_after`, each other's features (section 4.1).
 
+    `forward` runs the pieces `stems`, `share`, `trunks` and `logits`; a training loop may run them itself.
+
     Args:
         network: a function that builds one member, called once for each; or a list of modules.
         members: how many to build (5 if not given).
-        share_after: name of a submodule after which the members' features are mixed; "stem" for
-            networks that offer `stem` and `trunk`. None: the members never meet.
-        share_prob: lambda of the paper, the probability that a feature value is passed on.
+        share_after: name of the submodule after which features are shared; "stem" for networks with
+            methods `stem` and `trunk`. None: nothing is shared.
+        share_prob: lambda of the paper, the probability that a feature value is shared.
         share_at_test: masks in eval mode: "expected", "sampled" or "off".
         output: picks the logits from what a member returns, where that is a dict, a tuple or the like.
     """
 
-    classes: Sequence[str] | None = None  # their names, where they have any; `fit` takes them over
+    classes: Sequence[str] | None = None  # their names, if known; `fit` sets them
+    stems: list[Stem]  # of each member: stem(member, x) -> (features h, rest)
+    trunks: list[Trunk]  # of each member: trunk(member, h, rest) -> output
+    shared_stem: Stem | None = None  # run once, on member 0, before all stems (see SharedStemEnsemble)
 
     def __init__(
         self,
@@ -49,39 +76,63 @@ class Ensemble(nn.Module):
         super().__init__()
         _checks.probability("share_prob", share_prob)
         _checks.choice("share_at_test", share_at_test, MODES)
-        self.members = nn.ModuleList(distinct(build_members(network, members)))
+        self.members = nn.ModuleList(_distinct(build_members(network, members)))
         self._share_after, self.output = share_after, output
         self.share_prob, self.share_at_test = float(share_prob), share_at_test
-        self.transform: Transform | None = None  # of raw images; what is fitted to the data travels with it
-        self.run: Callable[[list[partial[Any]]], list[Any]] = in_turn  # the engine has faster ways
-        self._cut()
+        self.transform: Transform | None = None  # from raw images to inputs; saved with the ensemble
+        self.run: Callable[[list[partial[Any]]], list[Any]] = in_turn  # to be removed with its last user
+        self._split()
 
     @property
     def share_after(self) -> str | None:
-        """Where features are shared; fixed, because the members are cut there."""
+        """The layer after which features are shared; fixed, because the members are split there."""
         return self._share_after
 
     def forward(
         self, x: Tensor, *, masks: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...). `masks` and `generator` go to `share_features`."""
-        _checks.same_device("x", _checks.inputs(x, self.transform), next(self.parameters(), x))
-        self._check_cut(x)
-        return self._mixed(x, masks, generator)
+        self.check(x)
+        run = self.run
+        if self.shared_stem is not None:
+            ((x, _),) = run([partial(self.shared_stem, self.members[0], x)])
+        pairs = zip(self.stems, self.members, strict=True)
+        features, rests = zip(*run([partial(stem, member, x) for stem, member in pairs]), strict=True)
+        (mixed,) = run([partial(self.share, features, masks, generator)])
+        calls = zip(self.trunks, self.members, mixed, rests, strict=True)
+        return self.logits(run([partial(trunk, member, h, rest) for trunk, member, h, rest in calls]))
 
-    def _mixed(self, x: Tensor, masks: Tensor | None, generator: torch.Generator | None) -> Tensor:
-        pairs = list(zip(self.members, self._halves, strict=True))
-        parts = self.run([partial(halves.stem, member, x) for member, halves in pairs])
+    def share(
+        self,
+        features: Sequence[Tensor],
+        masks: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> list[Tensor]:
+        """The members' features (B, ...) after sharing: M tensors of the same shape."""
         mode = "off" if self.share_after is None else "sampled" if self.training else self.share_at_test
-        share = partial(share_features, prob=self.share_prob, mode=mode, masks=masks, generator=generator)
-        (mixed,) = self.run([partial(share, [h for h, _ in parts])])
-        trunks = zip(pairs, mixed, parts, strict=True)
-        calls = [partial(halves.trunk, member, h, rest) for (member, halves), h, (_, rest) in trunks]
-        return torch.stack(logits_of(self.run(calls), self.output))  # (M, B, C, ...)
+        return share_features(features, prob=self.share_prob, mode=mode, masks=masks, generator=generator)
+
+    def logits(self, outputs: Sequence[Any]) -> Tensor:
+        """Logits (M, B, C, ...) of what the members returned."""
+        if self.output is not None:
+            outputs = [self.output(output) for output in outputs]
+        for m, output in enumerate(outputs):
+            if self.output is None and not isinstance(output, Tensor):
+                raise TypeError(
+                    "members must return a tensor of logits (batch, classes, ...). Got "
+                    f"{_contents(output)} from member {m}; pass output=, a function that picks the logits, "
+                    f"such as {_example(output)}."
+                )
+        return torch.stack(_checks.outputs(list(outputs)))
+
+    def check(self, x: Tensor) -> None:
+        """Raise if x cannot be an input, or if a member computes something else in two pieces."""
+        _checks.same_device("x", _checks.inputs(x, self.transform), next(self.parameters(), x))
+        self._check_split(x)
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
-        """The answer for inputs (B, ...), uint8 if they are raw, in eval mode, streamed by `batch_size`."""
+        """The prediction for inputs (B, ...), uint8 if raw, in eval mode, in parts of `batch_size`."""
         batch_size = max(len(_checks.inputs(x)), 1) if batch_size is None else batch_size
         _checks.positive("batch_size", batch_size)
         device = next(self.parameters(), x).device
@@ -89,8 +140,19 @@ class Ensemble(nn.Module):
             parts = (self.transformed(part.to(device)) for part in torch.split(x, int(batch_size)))
             logits = torch.cat([self(part).to(x.device) for part in parts], 1)
         _checks.no_numbers(logits)
-        notice_raw(x, self.transform)
-        return answer(logits)
+        return prediction(logits)
+
+    def stream(self, x: Tensor, batch_size: int) -> Iterator[Tensor]:
+        """Logits (M, b, C, ...) of inputs (B, ...) in parts of `batch_size`, on the ensemble's device.
+
+        In eval mode and without gradients. No transform is applied: x is what the networks take.
+        """
+        _checks.positive("batch_size", batch_size)
+        device = next(self.parameters(), x).device
+        for part in torch.split(_checks.inputs(x), int(batch_size)):
+            with torch.no_grad(), in_eval(self):
+                logits = self(part.to(device))
+            yield logits
 
     def transformed(self, x: Tensor) -> Tensor:
         """Inputs as the networks see them: uint8 images go through `self.transform`, others stay."""
@@ -108,23 +170,127 @@ class Ensemble(nn.Module):
         count = f"{len(self.members)} members, {sum(p.numel() for p in self.parameters()):,} parameters"
         return f"{count}, features {shared if self.share_after else 'not shared'}"
 
-    def _cut(self) -> None:
+    def _split(self) -> None:
         self._halves = [split(member, self.share_after) for member in self.members]
+        self.stems = [halves.stem for halves in self._halves]
+        self.trunks = [halves.trunk for halves in self._halves]
         self._checked: set[bool] = set()  # modes, train and eval
 
-    def _check_cut(self, x: Tensor, **options: Any) -> None:  # once in each mode, if it was traced
+    def _check_split(self, x: Tensor, **options: Any) -> None:  # once in each mode, if it was traced
         mode, traced = self.training, self._halves[0].traced
         if mode not in self._checked and traced and can_compare(x, self.parameters(), training=mode):
             self._checked.add(mode)
-            options = {"place": str(self.share_after), "output": self.output} | options
-            check_cut(self.members, self._in_pieces, x, **options)
+            options = {"place": str(self.share_after)} | options
+            check_cut(self.members, self._in_pieces, x, lambda out: self.logits([out])[0], **options)
 
     def _in_pieces(self, m: int, member: nn.Module, x: Tensor) -> Any:
-        return self._halves[m].trunk(member, *self._halves[m].stem(member, x))
+        return self.trunks[m](member, *self.stems[m](member, x))
 
-    def __getstate__(self) -> dict[str, Any]:  # the halves are made of code, which does not pickle
-        return {key: value for key, value in self.__dict__.items() if key != "_halves"}
+    def __getstate__(self) -> dict[str, Any]:  # the pieces are code, which does not pickle
+        pieces = ("_halves", "stems", "trunks", "shared_stem")
+        return {key: value for key, value in self.__dict__.items() if key not in pieces}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._cut()
+        self._split()
+
+
+def in_turn(calls: list[partial[Any]]) -> list[Any]:
+    """The results of independent calls, one after the other."""
+    return [call() for call in calls]
+
+
+def build_members(network: Network, members: int | None) -> list[nn.Module]:
+    """The modules of an ensemble: one call of `network` for each, or the list that was given."""
+    if isinstance(network, nn.Module) and not isinstance(network, nn.ModuleList):
+        raise TypeError(
+            "network must be a function that builds a member, or a list of modules. Got one module, whose "
+            f"copies would all start from the same weights; pass lambda: {type(network).__name__}(...)."
+        )
+    if callable(network) and not isinstance(network, nn.ModuleList):
+        _checks.positive("members", members := 5 if members is None else members)
+        network = [network() for _ in range(members)]
+    if not isinstance(network, Sequence | nn.ModuleList) or isinstance(network, str):
+        raise TypeError(
+            "network must be a function that builds a member, or a list of modules. "
+            f"Got {_checks.kind(network)}."
+        )
+    if members not in (None, len(network)):
+        raise ValueError(
+            f"members must be {len(network)}, the length of the list, or left out. Got {members}."
+        )
+    if not network:
+        raise ValueError("network must give at least 1 member. Got an empty list.")
+    for m, module in enumerate(network):
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"members must be torch.nn.Module instances. Got {_checks.kind(module)} as member {m}."
+            )
+    return list(network)
+
+
+def _distinct(members: list[nn.Module]) -> list[nn.Module]:
+    """Members must start from different weights: equal ones would learn the same."""
+    for m, n in combinations(range(len(members)), 2):
+        if members[m] is members[n] or _equal_weights(members[m], members[n]):
+            raise ValueError(
+                f"members must start from different weights. Members {m} and {n} are the same; "
+                "build a freshly initialised module for each (a function, not copies of one instance)."
+            )
+    return members
+
+
+def _equal_weights(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = list(a.parameters()), list(b.parameters())
+    if not ours or any(p.is_meta or isinstance(p, UninitializedParameter) for p in ours + theirs):
+        return False  # nothing to compare yet
+    if [p.shape for p in ours] != [q.shape for q in theirs]:
+        return False
+    return all(torch.equal(p, q.to(p.device)) for p, q in zip(ours, theirs, strict=True))
+
+
+def _contents(output: Any) -> str:
+    keys = f" with {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
+    return _checks.kind(output) + keys
+
+
+def _example(output: Any) -> str:
+    if isinstance(output, Mapping):
+        return f"lambda out: out[{next(iter(output), 'logits')!r}]"
+    return "lambda out: out[0]" if isinstance(output, Sequence) else "lambda out: out.logits"
+
+
+class _EvalUsers:
+    """How many threads need a module in eval mode, and what was in train mode before the first."""
+
+    def __init__(self) -> None:
+        self.threads = 0
+        self.training: list[nn.Module] = []
+
+
+_users: WeakKeyDictionary[nn.Module, _EvalUsers] = WeakKeyDictionary()
+_lock = Lock()
+
+
+@contextmanager
+def in_eval(module: nn.Module) -> Iterator[None]:
+    """Eval mode for any number of threads: the first one sets it, the last one restores the modes.
+
+    If each thread restored what it found, one would update batch statistics while another still computes.
+    """
+    with _lock:
+        users = _users.setdefault(module, _EvalUsers())
+        if users.threads == 0:
+            users.training = [part for part in module.modules() if part.training]
+            if users.training:
+                module.eval()
+        users.threads += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            users.threads -= 1
+            if users.threads == 0:
+                for part in users.training:
+                    part.training = True
+                users.training = []

@@ -19,11 +19,9 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from . import _checks
-from .ensemble import Ensemble
-from .modes import in_eval
+from .ensemble import Ensemble, Prediction, in_eval
 from .networks import plain
 from .objectives import TaskLoss
-from .prediction import Prediction
 from .training import Options, fit
 from .training.config import Recipe
 from .training.setup import find_device

@@ -22,9 +22,7 @@ from . import __version__, _checks
 from ._files import replacing
 from .data.steps import Chain
 from .data.transform import Transform
-from .ensemble import Ensemble
-from .members import in_turn
-from .prediction import Prediction, answer
+from .ensemble import Ensemble, Prediction, in_turn, prediction
 from .telling import first_line
 
 FORMATS = ("onnx", "torch")
@@ -57,7 +55,7 @@ class Graph(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """The outputs by name: who reads the file may not have cmcl and its classes."""
         logits = self.ensemble(x if self.preprocess is None else self.preprocess(x.float()))
-        return answer(logits)._asdict()
+        return prediction(logits)._asdict()
 
 
 @torch.no_grad()

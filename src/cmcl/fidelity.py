@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .members import Output, logits_of
 from .telling import first_line, private_torch, tell
 from .tracing import CannotCutError
 
@@ -45,8 +44,8 @@ def check_cut(
     members: Iterable[nn.Module],
     in_pieces: Callable[[int, nn.Module, Tensor], Any],  # runs member m, or a copy of it
     x: Tensor,
+    logits: Callable[[Any], Tensor],  # of what a member returns
     *,
-    output: Output | None,
     place: str,
     frozen: bool = False,  # the stem: it was cut in eval mode
 ) -> None:
@@ -57,7 +56,7 @@ def check_cut(
     """
     first = {type(member): (m, member) for m, member in reversed(list(enumerate(members)))}
     for m, member in first.values():
-        answer = partial(_answer, member, output=output, frozen=frozen)
+        answer = partial(_answer, member, logits=logits, frozen=frozen)
         try:
             found = _difference(answer, partial(in_pieces, m), x)
         except (_Untold, torch.OutOfMemoryError) as error:
@@ -111,7 +110,9 @@ def _differ(ours: Tensor, theirs: Tensor) -> bool:
     return ours.shape != theirs.shape or bool((ours - theirs).norm() > TOLERANCE * theirs.norm())
 
 
-def _answer(member: nn.Module, run: Run, x: Tensor, *, output: Output | None, frozen: bool) -> Answer:
+def _answer(
+    member: nn.Module, run: Run, x: Tensor, *, logits: Callable[[Any], Tensor], frozen: bool
+) -> Answer:
     """The logits, and the gradients of all weights, each as one vector; of a copy."""
     with _apart_from_all(x):
         try:
@@ -122,8 +123,7 @@ def _answer(member: nn.Module, run: Run, x: Tensor, *, output: Output | None, fr
             own.eval()
         for zeros in [p for p in own.parameters() if not p.any()]:
             nn.init.normal_(zeros, std=0.1)  # a head that starts at zero would hide all before it
-        (logits,) = logits_of([run(own, x.detach().clone())], output)
-        values = logits.float().flatten()
+        values = logits(run(own, x.detach().clone())).float().flatten()
         weights = [p for p in own.parameters() if p.requires_grad and p.is_leaf]  # a copied script's are not
         if not values.requires_grad or not weights:
             return values.detach(), values.new_zeros(0)

@@ -12,8 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from . import _checks
 from .cuts import Cut, cut_nodes, every_cut
-from .modes import keep_modes
-from .split import offers_halves, split
+from .split import keep_modes, offers_halves, split
 from .tracing import CannotCutError, trace
 
 Cuts = dict[str, Cut | CannotCutError]

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from . import _checks
 from .cuts import is_in, parts_before, parts_between
-from .ensemble import Ensemble
-from .members import Network, Output, build_members
-from .modes import keep_modes
-from .split import cut, split
+from .ensemble import Ensemble, Network, Output, build_members
+from .split import cut, keep_modes, split
 from .tracing import CannotCutError
 
 
@@ -99,15 +97,6 @@ class SharedStemEnsemble(Ensemble):
                 p.requires_grad_(p.requires_grad and name not in common)
             self.train()
 
-    def forward(
-        self, x: Tensor, *, masks: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """Logits (M, B, C, ...) of inputs (B, ...), as `Ensemble.forward`."""
-        _checks.same_device("x", _checks.inputs(x, self.transform), next(self.parameters(), x))
-        self._check_cut(x, place=self.share_after or self.stem, frozen=self.freeze)
-        ((h, _),) = self.run([partial(self._stem.stem, self.members[0], x)])
-        return self._mixed(h, masks, generator)
-
     def train(self, mode: bool = True) -> Self:
         """Train or eval mode; a frozen stem stays in eval mode."""
         super().train(mode)
@@ -117,19 +106,22 @@ class SharedStemEnsemble(Ensemble):
                 modules[name].eval()
         return self
 
-    def _cut(self) -> None:
+    def _split(self) -> None:
         first = self.members[0]
         with keep_modes(first):
-            # what is frozen is cut in eval mode once and for all
-            self._stem = cut(first.eval(), self.stem) if self.freeze else split(first, self.stem)
+            # a frozen stem is split in eval mode once and for all
+            self.shared_stem = (cut(first.eval(), self.stem) if self.freeze else split(first, self.stem)).stem
         self._halves = [split(member, self.share_after, start=self.stem) for member in self.members]
+        self.stems = [halves.stem for halves in self._halves]
+        self.trunks = [halves.trunk for halves in self._halves]
         self._checked = set()
 
-    def _in_pieces(self, m: int, member: nn.Module, x: Tensor) -> Any:
-        return super()._in_pieces(m, member, self._stem.stem(member, x)[0])
+    def _check_split(self, x: Tensor, **options: Any) -> None:
+        super()._check_split(x, place=self.share_after or self.stem, frozen=self.freeze)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "_stem"}
+    def _in_pieces(self, m: int, member: nn.Module, x: Tensor) -> Any:
+        assert self.shared_stem is not None
+        return super()._in_pieces(m, member, self.shared_stem(member, x)[0])
 
 
 def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:

@@ -20,8 +20,7 @@ from . import __version__
 from ._files import replacing
 from .data import preprocess
 from .data.transform import Chunks, Transform
-from .ensemble import Ensemble
-from .members import Network, Output, build_members
+from .ensemble import Ensemble, Network, Output, build_members
 from .networks import BUILDERS, Plain, SplitNetwork
 from .pretrained import SharedStemEnsemble, held_once, join_stems
 from .sharing import MODES

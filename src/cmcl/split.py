@@ -6,23 +6,37 @@ an argument and read its live submodules, so that `.to()`, `.train()` and `load_
 stem takes a copy of x, because members may write into theirs (a ReLU in place) and all get the same x.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from .cuts import cut_nodes
-from .modes import keep_modes
 from .networks.base import SplitNetwork
 from .tracing import CannotCutError, trace
+
+Stem = Callable[[nn.Module, Tensor], tuple[Tensor, tuple[Any, ...]]]  # (member, x) -> (h, rest)
+Trunk = Callable[[nn.Module, Tensor, tuple[Any, ...]], Any]  # (member, h, rest) -> what the member returns
 
 
 class Halves(NamedTuple):
     """The two halves of a network."""
 
-    stem: Callable[[nn.Module, Tensor], tuple[Tensor, tuple[Any, ...]]]
-    trunk: Callable[[nn.Module, Tensor, tuple[Any, ...]], Tensor]
+    stem: Stem
+    trunk: Trunk
     traced: bool = False  # rather than the network's own
+
+
+@contextmanager
+def keep_modes(module: nn.Module) -> Iterator[None]:
+    """Restore the mode of every submodule afterwards, train or eval (some may be frozen)."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def split(module: nn.Module, name: str | None, *, start: str | None = None) -> Halves:

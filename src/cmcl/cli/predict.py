@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from ..calibration import Threshold
     from ..data.pictures import Pixels
-    from ..ensemble import Ensemble
-    from ..prediction import Prediction
+    from ..ensemble import Ensemble, Prediction
 
 
 def predict(

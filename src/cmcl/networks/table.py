@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..modes import in_eval
-
 Row = tuple[str, str, str, str, str]
 HEADER: Row = ("layer", "kind", "output", "parameters", "features")
 
@@ -55,8 +53,13 @@ def _run_once(network: nn.Module, channels: int, size: int | tuple[int, int]) ->
     height, width = (size, size) if isinstance(size, int) else size
     like = next(network.parameters(), torch.empty(0))
     image = torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device)
-    with torch.no_grad(), in_eval(network):
-        network(image)
+    modes = [(layer, layer.training) for layer in network.modules()]
+    try:
+        with torch.no_grad():
+            network.eval()(image)
+    finally:
+        for layer, mode in modes:
+            layer.training = mode
 
 
 def _kind(layer: nn.Module) -> str:

@@ -9,8 +9,7 @@ import torch
 from ..data.dataset import Dataset, counting, ignored
 from ..data.files import nearest
 from ..data.preprocess import Transform
-from ..ensemble import Ensemble
-from ..modes import in_eval
+from ..ensemble import Ensemble, in_eval
 from ..networks import NETWORKS
 from ..telling import first_line
 from ..training.config import Recipe

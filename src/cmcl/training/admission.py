@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from .. import _checks
 from ..data.dataset import IGNORE, Dataset, counting
-from ..ensemble import Ensemble
-from ..modes import in_eval
+from ..ensemble import Ensemble, in_eval
 from ..telling import first_line
 from .config import Recipe
 from .scoring import AUTO, errors, resolved

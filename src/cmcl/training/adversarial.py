@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..ensemble import Ensemble
-from ..members import logits_of
 from ..objectives import TaskLoss, independent_loss
 
 
@@ -39,7 +38,7 @@ def adversarial_logits(
 
 def _each(ensemble: Ensemble, inputs: list[Tensor]) -> Tensor:
     calls = [partial(_call, member, own) for member, own in zip(ensemble.members, inputs, strict=True)]
-    return torch.stack(logits_of(ensemble.run(calls), ensemble.output))
+    return ensemble.logits(ensemble.run(calls))
 
 
 def _call(member: nn.Module, x: Tensor) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..members import in_turn
+from ..ensemble import in_turn
 from ..telling import first_line, private_torch
 
 Function = Callable[..., Any]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from ..ensemble import Ensemble
-from ..members import in_turn
+from ..ensemble import Ensemble, in_turn
 from ..objectives import OracleLoss, confident_oracle_loss
 from ..telling import private_torch
 from .adversarial import adversarial_logits
