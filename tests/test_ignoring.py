@@ -115,7 +115,7 @@ class TestPixels:
         )
         test = images.numpy(), targets.numpy()  # arrays will do
         record = cmcl.record(tmp_path, ensemble, test, recipe=PIXELS, result=result, **named)
-        assert record.errors["expected"]["top1"] == pytest.approx(result.scores[0]["top1"])
+        assert record.errors["expected"]["picked"] == pytest.approx(result.scores[0]["picked"])
 
     def test_a_run_is_resumed_with_the_same(self, tmp_path):
         fit(pixels(), masks(0), recipe=PIXELS, out=tmp_path, options=QUIET)

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -339,16 +341,107 @@ def test_dense_with_one_pixel_is_the_plain_case():
 
 def test_summary_holds_every_scalar_metric():
     member_probs, targets = random_case(4, members=3, examples=30, classes=4)
-    outside, _ = random_case(5, members=3, examples=20, classes=4)
-    found = metrics.summary(member_probs, targets, outside=outside)
-    mean, far = member_probs.mean(0), outside.mean(0)
+    ood, _ = random_case(5, members=3, examples=20, classes=4)
+    found = metrics.summary(member_probs, targets, ood=ood)
+    mean, far = member_probs.mean(0), ood.mean(0)
     expected = {name: getattr(metrics, name)(member_probs, targets) for name in (*BY_IMAGE, "ece")}
     expected["member_error"] = metrics.member_errors(member_probs, targets).mean().item()
     expected["aurc"] = metrics.aurc(mean.max(1).values, mean.argmax(1) == targets)
-    unsure = metrics.entropy(mean, dim=1), metrics.entropy(far, dim=1)
-    expected |= {"auroc": metrics.auroc(*unsure), "fpr95": metrics.fpr95(*unsure)}
-    assert found == expected
+    entropies = metrics.entropy(mean, dim=1), metrics.entropy(far, dim=1)
+    expected |= {"entropy": entropies[0].mean().item(), "ood_entropy": entropies[1].mean().item()}
+    expected |= {"auroc": metrics.auroc(*entropies), "fpr95": metrics.fpr95(*entropies)}
+    assert found == pytest.approx(expected, rel=1e-12)
     assert all(type(value) is float for value in found.values())
+
+
+# --- batch by batch
+
+
+@given(cases, st.integers(1, 5), st.integers(0, 5))
+@settings(deadline=None, max_examples=40)
+def test_batches_give_the_numbers_of_the_whole(case, size, ignored):
+    member_probs, targets = case
+    scores = metrics.Accumulator(bins=7, curves=True)
+    for probs, labels in zip(member_probs.split(size, 1), targets.split(size), strict=True):
+        scores.update(probs, labels, ignore_index=ignored)
+        scores.update_ood(torch.full_like(probs, 1 / probs.shape[2]))
+    if (targets == ignored).all():
+        with pytest.raises(ValueError, match="ignore_index"):
+            scores.compute()
+        return
+    options = {"ignore_index": ignored}
+    whole = metrics.summary(
+        member_probs, targets, ood=torch.full_like(member_probs, 1 / member_probs.shape[2]), bins=7, **options
+    )
+    assert scores.compute() == pytest.approx(whole, abs=1e-12)
+    torch.testing.assert_close(scores.member_errors, metrics.member_errors(member_probs, targets, **options))
+    torch.testing.assert_close(
+        scores.classwise_accuracy,
+        metrics.classwise_accuracy(member_probs, targets, **options),
+        equal_nan=True,
+    )
+
+
+def test_large_inputs_are_worked_on_in_parts(monkeypatch):
+    member_probs, targets = random_case(7, members=2, examples=9, classes=3, pixels=(2, 2))
+    whole = metrics.summary(member_probs, targets)
+    monkeypatch.setattr(metrics, "LARGEST", 1)
+    assert metrics.summary(member_probs, targets) == pytest.approx(whole, abs=1e-12)
+
+
+def test_reliability_by_hand():
+    # Confidences .7 right, .65, .45, .55 wrong, and 1 right, which belongs to the last bin here.
+    probs = torch.cat([PROBS, torch.tensor([[[1.0, 0, 0]]] * 2)], 1)
+    scores = metrics.Accumulator(bins=2)
+    scores.update(probs, torch.tensor([0, 1, 1, 2, 0]))
+    count, confidence, accuracy = scores.reliability
+    assert count.tolist() == [1, 4]
+    assert confidence.tolist() == pytest.approx([0.45, (0.7 + 0.65 + 0.55 + 1) / 4])
+    assert accuracy.tolist() == [0, 2 / 4]
+
+
+def test_memory_does_not_grow_with_the_number_of_examples():
+    def kept(scores):
+        tensors = [*scores._sums.values(), *(x for xs in scores._scores.values() for x in xs)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    scores, curves = metrics.Accumulator(), metrics.Accumulator(curves=True)
+    sizes = []
+    for _ in range(3):
+        for one in (scores, curves):
+            one.update(PROBS, TARGETS)
+            one.update_ood(PROBS)
+        sizes.append((kept(scores), kept(curves)))
+    assert sizes[0][0] == sizes[2][0]
+    assert sizes[2][1] - sizes[1][1] == 4 * (4 + 1 + 4 + 4)  # confidence, correct, two entropies
+
+
+PEAK = """
+import resource, torch, cmcl
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+ensemble = cmcl.Ensemble([torch.nn.Conv2d(3, 21, 1) for _ in range(5)])
+images, targets = torch.randn(60, 3, 128, 128), torch.randint(21, (60, 128, 128))
+ensemble.predict(images[:1])
+before = peak()
+cmcl.evaluate(ensemble, (images, targets))
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+def test_evaluation_streams():
+    """The probabilities of all images take 394 MB; a batch of four with all temporaries under half of that."""
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 250
+
+
+def test_percent():
+    assert metrics.percent(1 / 3) == 33.333333
+    assert metrics.percent(torch.tensor([[0.5, torch.nan], [0.0, 1.0]])) == [[50.0, None], [0.0, 100.0]]
+    assert metrics.percent(torch.tensor(0.25)) == 25.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -411,8 +504,8 @@ def test_bad_options_are_named():
         metrics.specialised_classes(PROBS, TARGETS, 90)
     with pytest.raises(ValueError, match="bins must be"):
         metrics.ece(PROBS, TARGETS, bins=0)
-    with pytest.raises(ValueError, match="outside must be at least 0 and sum to 1"):
-        metrics.summary(PROBS, TARGETS, outside=PROBS.log())
+    with pytest.raises(ValueError, match="ood must be at least 0 and sum to 1"):
+        metrics.summary(PROBS, TARGETS, ood=PROBS.log())
     with pytest.raises(ValueError, match="probs must have its classes on axis 2"):
         metrics.entropy(PROBS[0])
 

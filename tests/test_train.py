@@ -435,7 +435,7 @@ class TestEvaluation:
                 member.answer[2:] = -30.0
             members[0].answer += torch.tensor([1.0, 0, 0, 0])  # the surer one decides
         scores = evaluate(Ensemble(members), (images, targets))
-        assert scores == pytest.approx({"top1": 50.0, "oracle": 25.0, "member": 62.5})
+        assert scores == pytest.approx({"top1": 50.0, "picked": 50.0, "oracle": 25.0, "member": 62.5})
         loader = DataLoader(TensorDataset(images, targets), batch_size=3)
         assert evaluate(Ensemble(members), loader) == pytest.approx(scores)
 

@@ -92,5 +92,5 @@ def test_out_of_distribution_scores_come_from_the_data_outside():
     sure = torch.tensor([[[0.98, 0.01, 0.01]] * 6])  # one member, six examples
     unsure = torch.full((1, 6, 3), 1 / 3)
     targets = torch.zeros(6, dtype=torch.long)
-    assert cmcl.metrics.summary(sure, targets, outside=unsure)["auroc"] == 1
-    assert cmcl.metrics.summary(unsure, targets, outside=sure)["auroc"] == 0
+    assert cmcl.metrics.summary(sure, targets, ood=unsure)["auroc"] == 1
+    assert cmcl.metrics.summary(unsure, targets, ood=sure)["auroc"] == 0

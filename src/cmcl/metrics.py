@@ -1,58 +1,165 @@
-"""How good an ensemble is: functions of the members' probabilities and the true classes.
+"""How good an ensemble is: metrics of the members' probabilities and the true classes.
 
-M members, N examples, C classes, P pixels (1 where an example has one answer). `member_probs` is (M, N, C)
-with `targets` (N,), or dense (M, N, C, H, W) with (N, H, W). Errors are fractions, 0 to 1, where
-`cmcl.evaluate`, `result.scores` and records have percent. An image's value is the mean over its pixels
-except those marked `ignore_index`; images with no pixel left do not count.
+M members, N examples, C classes, P pixels (1 where an example has one label). `member_probs` is (M, N, C)
+with `targets` (N,), or dense (M, N, C, H, W) with (N, H, W). Errors are fractions, 0 to 1; `percent` makes
+the numbers of `cmcl.evaluate`, tables and records. A dense example's value is the mean over its pixels
+except those marked `ignore_index`; examples without a pixel left do not count.
+
+Every function takes whole arrays. `Accumulator` takes them batch by batch and gives the same numbers.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import _checks
 
+LARGEST = 2**21  # probabilities worked on at a time, which bounds the memory beside the input
 
-class _Case(NamedTuple):
-    probs: Tensor  # (M, N, C, P)
-    targets: Tensor  # (N, P), 0 where ignored
-    counts: Tensor  # (N, P) bool, False where ignored
+
+class Accumulator:
+    """Metrics over batches: keeps sums and counts, so memory does not grow with the number of examples.
+
+        scores = Accumulator()
+        for images, targets in loader:
+            scores.update(ensemble.predict(images).member_probs, targets)
+        scores.compute()["top1_error"]
+
+    Args:
+        bins: of the expected calibration error.
+        curves: compute AURC, AUROC and FPR95 too, which need the score of every example (or pixel).
+    """
+
+    def __init__(self, *, bins: int = 15, curves: bool = False) -> None:
+        _checks.positive("bins", bins)
+        self.bins, self.curves = int(bins), curves
+        self._sums: dict[str, Tensor] = {}
+        self._scores: dict[str, list[Tensor]] = {}
+
+    def update(self, member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> None:
+        """Add a batch of predictions and its true classes."""
+        for part in _parts(member_probs, targets, ignore_index):
+            values = _values(*part)
+            for name, value in values.by_example.items():
+                self._add(name, value.sum(-1, dtype=torch.float64))
+            self._add("examples", values.correct.new_tensor(len(part.targets), dtype=torch.long))
+            self._add("class_correct", values.class_correct)
+            self._add("class_count", values.class_count)
+            self._add("bins", _binned(values.confidence, values.correct, self.bins))
+            if self.curves:
+                self._keep(confidence=values.confidence, correct=values.correct)
+                self._keep(entropy=values.by_example["entropy"])
+
+    def update_ood(self, member_probs: Tensor) -> None:
+        """Add a batch of predictions on out-of-distribution data, for AUROC and FPR95."""
+        _check_probs("ood", member_probs, 2)
+        values = _entropy(_precise(member_probs).mean(0), 1)  # (N,)
+        self._add("ood_entropy", values.sum(dtype=torch.float64))
+        self._add("ood_examples", values.new_tensor(len(values), dtype=torch.long))
+        if self.curves:
+            self._keep(ood_entropy=values)
+
+    def compute(self) -> dict[str, float]:
+        """All metrics that are one number, by name; `member_error` is the mean over members.
+
+        The confidence of ECE and AURC is the averaged prediction's highest probability. `entropy`,
+        `ood_entropy`, AUROC and FPR95 are of the averaged prediction.
+        """
+        sums = self._some()
+        names = ("top1_error", "oracle_error", "picked_error", "nll", "brier", "entropy")
+        values = {name: (sums[name] / sums["examples"]).item() for name in names}
+        values["member_error"] = self.member_errors.mean().item()
+        count, confidence, correct = sums["bins"]
+        values["ece"] = ((confidence - correct).abs().sum() / count.sum()).item()
+        if self.curves:
+            values["aurc"] = aurc(*self._kept("confidence", "correct"))
+        if "ood_entropy" in sums:
+            values["ood_entropy"] = (sums["ood_entropy"] / sums["ood_examples"]).item()
+        if "ood_entropy" in self._scores:
+            entropies = self._kept("entropy", "ood_entropy")
+            values |= {"auroc": auroc(*entropies), "fpr95": fpr95(*entropies)}
+        return values
+
+    @property
+    def member_errors(self) -> Tensor:
+        """Error of each member alone, (M,)."""
+        return self._some()["member_errors"] / self._some()["examples"]
+
+    @property
+    def classwise_accuracy(self) -> Tensor:
+        """Each member's accuracy on the examples (or pixels) of each class, (M, C); NaN if there are none."""
+        return self._some()["class_correct"] / self._some()["class_count"]
+
+    @property
+    def reliability(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Count, mean confidence and accuracy of `bins` bins of equal width; NaN where a bin is empty."""
+        bins = self._some()["bins"]
+        count, confidence, correct = torch.cat([bins[:, :-2], bins[:, -2:].sum(1, keepdim=True)], 1)
+        return count.long(), confidence / count, correct / count
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def _keep(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self._scores.setdefault(name, []).append(value.cpu())
+
+    def _kept(self, *names: str) -> tuple[Tensor, ...]:
+        return tuple(torch.cat(self._scores[name]) for name in names)
+
+    def _some(self) -> dict[str, Tensor]:
+        if "examples" not in self._sums:
+            raise ValueError("targets must hold more than ignore_index. Got nothing else.")
+        return self._sums
 
 
 def top1_error(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
-    """Share of wrong answers when the members' probabilities are averaged."""
-    case = _check(member_probs, targets, ignore_index)
-    return _image_mean(_answers(case.probs.mean(0), 1) != case.targets, case).mean().item()
+    """Error of the averaged prediction: the mean of the members' probabilities."""
+    return _accumulated(member_probs, targets, ignore_index).compute()["top1_error"]
 
 
 def oracle_error(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
-    """Share of examples that no member gets right; dense: mean of the best member's pixel error per image."""
-    return _errors(_check(member_probs, targets, ignore_index)).amin(0).mean().item()
+    """Fraction of examples that no member gets right; dense: mean over images of the best member's error."""
+    return _accumulated(member_probs, targets, ignore_index).compute()["oracle_error"]
 
 
 def picked_error(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
-    """Share of wrong answers when the most confident member answers alone: lowest entropy, then lowest index.
+    """Error of the most confident member of each example: lowest entropy, then lowest index.
 
     The choice looks at all pixels: which of them are ignored is not known at test time.
     """
-    case = _check(member_probs, targets, ignore_index)
-    chosen = entropy(case.probs).argmin(0, keepdim=True)  # (1, N)
-    return _errors(case).gather(0, chosen).mean().item()
+    return _accumulated(member_probs, targets, ignore_index).compute()["picked_error"]
 
 
 def member_errors(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> Tensor:
-    """Share of wrong answers of each member alone, (M,)."""
-    return _errors(_check(member_probs, targets, ignore_index)).mean(1)
+    """Error of each member alone, (M,)."""
+    return _accumulated(member_probs, targets, ignore_index).member_errors
+
+
+def nll(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
+    """Mean of -log p(true class) in nats, p averaged over members and at least the smallest normal number."""
+    return _accumulated(member_probs, targets, ignore_index).compute()["nll"]
+
+
+def brier(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
+    """Mean of the squared distance from p to the one-hot true class, 0 to 2; p averaged over members."""
+    return _accumulated(member_probs, targets, ignore_index).compute()["brier"]
+
+
+def ece(member_probs: Tensor, targets: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> float:
+    """Expected calibration error of the averaged prediction, all examples (or pixels) pooled.
+
+    Bins [a, b) of equal width; confidence 1 has a bin of its own, as in torchmetrics.
+    """
+    return _accumulated(member_probs, targets, ignore_index, bins=bins).compute()["ece"]
 
 
 def classwise_accuracy(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> Tensor:
     """Each member's accuracy on the examples (or pixels) of each class, (M, C); NaN for a class with none."""
-    probs, labels, counts = _check(member_probs, targets, ignore_index)
-    right = (_answers(probs, 2) == labels)[:, counts].double()  # (M, all that count)
-    hits = right.new_zeros(len(probs), probs.shape[2]).index_add_(1, labels[counts], right)
-    return hits / labels[counts].bincount(minlength=probs.shape[2])
+    return _accumulated(member_probs, targets, ignore_index).classwise_accuracy
 
 
 def specialised_classes(
@@ -63,6 +170,21 @@ def specialised_classes(
     return classwise_accuracy(member_probs, targets, ignore_index=ignore_index) > threshold
 
 
+def summary(
+    member_probs: Tensor,
+    targets: Tensor,
+    *,
+    ood: Tensor | None = None,
+    bins: int = 15,
+    ignore_index: int | None = None,
+) -> dict[str, float]:
+    """All metrics that are one number, as `Accumulator.compute`; with `ood`, other data's `member_probs`."""
+    scores = _accumulated(member_probs, targets, ignore_index, bins=bins, curves=True)
+    if ood is not None:
+        scores.update_ood(ood)
+    return scores.compute()
+
+
 def entropy(probs: Tensor, *, dim: int = 2, pixelwise: bool = False) -> Tensor:
     """Entropy in nats of probabilities whose classes are axis `dim`: (M, N, C) to (M, N); 0 log 0 = 0.
 
@@ -70,62 +192,32 @@ def entropy(probs: Tensor, *, dim: int = 2, pixelwise: bool = False) -> Tensor:
     probabilities (N, C, ...) pass dim=1.
     """
     _check_probs("probs", probs, dim)
-    dim %= probs.ndim
-    values: Tensor = torch.special.entr(probs).sum(dim)
-    return values if pixelwise or values.ndim == dim else values.flatten(dim).mean(dim)
-
-
-def nll(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
-    """Mean of -log p(true class) in nats, p averaged over members and at least the smallest normal number."""
-    case = _check(member_probs, targets, ignore_index)
-    p = case.probs.mean(0).gather(1, case.targets[:, None])[:, 0]  # (N, P)
-    return _image_mean(-p.clamp(min=torch.finfo(p.dtype).tiny).log(), case).mean().item()
-
-
-def brier(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
-    """Mean of the squared distance from p to the one-hot true class, 0 to 2; p averaged over members."""
-    case = _check(member_probs, targets, ignore_index)
-    p = case.probs.mean(0)  # (N, C, P)
-    truth = F.one_hot(case.targets, p.shape[1]).movedim(-1, 1)
-    return _image_mean((p - truth).square().sum(1), case).mean().item()
-
-
-def ece(member_probs: Tensor, targets: Tensor, *, bins: int = 15, ignore_index: int | None = None) -> float:
-    """Expected calibration error of the averaged probabilities, all examples (or pixels) pooled.
-
-    Bins [a, b) of equal width, by torchmetrics, which gives confidence 1 a bin of its own.
-    """
-    from torchmetrics.functional.classification import multiclass_calibration_error  # slow to import
-
-    _checks.positive("bins", bins)
-    probs, labels = _pooled(_check(member_probs, targets, ignore_index))
-    # Rounding may carry a mean above 1, and torchmetrics would then take the probabilities for logits.
-    return multiclass_calibration_error(probs.clamp(0, 1), labels, probs.shape[1], bins).item()
+    return _entropy(probs, dim, pixelwise=pixelwise)
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
-    """Area under the ROC curve for telling data from outside (positive) from data of the known kind.
+    """Area under the ROC curve for detecting out-of-distribution data, the positive class.
 
     A higher score, such as the entropy, means more out-of-distribution. 1 is perfect, 0.5 is chance.
     """
-    from torchmetrics.functional.classification import binary_auroc  # slow to import
+    from sklearn.metrics import roc_auc_score  # slow to import
 
-    return binary_auroc(*_ranked(scores_in, scores_out)).item()
+    return float(roc_auc_score(*_ranked(scores_in, scores_out)))
 
 
 def fpr95(scores_in: Tensor, scores_out: Tensor) -> float:
-    """Share of known data flagged at the strictest threshold that flags at least 95 % of data from outside.
+    """False positive rate at the strictest threshold that detects at least 95 % of out-of-distribution data.
 
     A higher score, such as the entropy, means more out-of-distribution, the positive class here.
     """
-    from torchmetrics.functional.classification import binary_roc  # slow to import
+    from sklearn.metrics import roc_curve  # slow to import
 
-    false_positives, true_positives, _ = binary_roc(*_ranked(scores_in, scores_out))
-    return false_positives[true_positives >= 0.95][0].item()
+    fpr, tpr, _ = roc_curve(*_ranked(scores_in, scores_out), drop_intermediate=False)
+    return float(fpr[tpr >= 0.95][0])
 
 
 def risk_coverage(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Coverage 1/N, 2/N, ..., 1 and the error among the so many most confident answers, both (N,).
+    """Coverages 1/N, 2/N, ..., 1 and the error among that fraction of most confident predictions, both (N,).
 
     Among equal confidences the error is spread evenly: the mean over all orders of the tied.
     """
@@ -147,56 +239,117 @@ def aurc(confidence: Tensor, correct: Tensor) -> float:
     return risk_coverage(confidence, correct)[1].mean().item()
 
 
-def summary(
-    member_probs: Tensor,
-    targets: Tensor,
-    *,
-    outside: Tensor | None = None,
-    bins: int = 15,
-    ignore_index: int | None = None,
-) -> dict[str, float]:
-    """All metrics that are one number, by name; `member_error` is the members' mean.
+def percent(fractions: float | Tensor) -> Any:
+    """Fractions in percent with 6 decimals, for tables and records: a number, or nested lists of a tensor.
 
-    AURC takes the averaged prediction's highest probability for its confidence. With `outside`, the
-    `member_probs` of other data, AUROC and FPR95 of the averaged prediction's entropy come too.
+    NaN, which JSON does not have, becomes None.
     """
-    by_image = (top1_error, oracle_error, picked_error, nll, brier)
-    values = {
-        metric.__name__: metric(member_probs, targets, ignore_index=ignore_index) for metric in by_image
-    }
-    values["member_error"] = member_errors(member_probs, targets, ignore_index=ignore_index).mean().item()
-    values["ece"] = ece(member_probs, targets, bins=bins, ignore_index=ignore_index)
-    probs, labels = _pooled(_check(member_probs, targets, ignore_index))
-    confidence, answer = probs.max(1)
-    values["aurc"] = aurc(confidence, answer == labels)
-    if outside is not None:
-        _check_probs("outside", outside, 2)
-        scores = entropy(member_probs.mean(0), dim=1), entropy(outside.mean(0), dim=1)
-        values |= {"auroc": auroc(*scores), "fpr95": fpr95(*scores)}
-    return values
+    if isinstance(fractions, Tensor) and fractions.ndim:
+        return [percent(row) for row in fractions]
+    return None if math.isnan(value := float(fractions)) else round(100 * value, 6)
 
 
-def _answers(probs: Tensor, dim: int) -> Tensor:
-    """The likeliest class, the lowest of equals."""
-    return probs.max(dim).indices  # ten times as fast as argmax along a middle axis
+class _Part(NamedTuple):
+    probs: Tensor  # (M, N, C, P)
+    targets: Tensor  # (N, P), 0 where ignored
+    counts: Tensor  # (N, P) bool, False where ignored
 
 
-def _errors(case: _Case) -> Tensor:
-    """Share of wrong pixels per member and example, (M, N)."""
-    return _image_mean(_answers(case.probs, 2) != case.targets, case)
+class _Values(NamedTuple):
+    by_example: dict[str, Tensor]  # (N,); member_errors (M, N)
+    confidence: Tensor  # of the averaged prediction, for all Q examples or pixels that count, (Q,)
+    correct: Tensor  # (Q,) bool
+    class_correct: Tensor  # by member and class, (M, C)
+    class_count: Tensor  # (C,)
 
 
-def _image_mean(values: Tensor, case: _Case) -> Tensor:
-    """Mean of (..., N, P) over the pixels that count, (..., N); in float64, so that 9/10 is 0.9."""
-    return (values * case.counts).sum(-1, dtype=torch.float64) / case.counts.sum(-1)
+def _values(probs: Tensor, targets: Tensor, counts: Tensor) -> _Values:
+    """The formula of every metric."""
+
+    def pixel_mean(values: Tensor) -> Tensor:  # (..., N, P) to (..., N); in float64, so that 9/10 is 0.9
+        return (values * counts).sum(-1, dtype=torch.float64) / counts.sum(-1)
+
+    averaged = probs.mean(0)  # (N, C, P)
+    confidence, predicted = averaged.max(1)  # (N, P)
+    correct = predicted == targets
+    member_correct = (
+        probs.max(2).indices == targets
+    )  # (M, N, P); ten times as fast as argmax on a middle axis
+    member_errors = pixel_mean(~member_correct)
+    chosen = _entropy(probs, 2).argmin(0, keepdim=True)  # (1, N)
+    true = averaged.gather(1, targets[:, None])  # (N, 1, P)
+    distance = averaged.scatter(1, targets[:, None], true - 1)  # p minus the one-hot true class
+    labels, hits = targets[counts], member_correct[:, counts].double()  # (Q,), (M, Q)
+    return _Values(
+        by_example={
+            "top1_error": pixel_mean(~correct),
+            "oracle_error": member_errors.amin(0),
+            "picked_error": member_errors.gather(0, chosen)[0],
+            "member_errors": member_errors,
+            "nll": pixel_mean(-true[:, 0].clamp(min=torch.finfo(true.dtype).tiny).log()),
+            "brier": pixel_mean(distance.square().sum(1)),
+            "entropy": _entropy(averaged, 1),
+        },
+        confidence=confidence[counts].clamp(0, 1),  # rounding may carry a mean above 1
+        correct=correct[counts],
+        class_correct=hits.new_zeros(len(probs), probs.shape[2]).index_add_(1, labels, hits),
+        class_count=labels.bincount(minlength=probs.shape[2]),
+    )
 
 
-def _pooled(case: _Case) -> tuple[Tensor, Tensor]:
-    """Averaged probabilities (Q, C) and targets (Q,) of all Q examples or pixels that count."""
-    return case.probs.mean(0).movedim(1, -1)[case.counts], case.targets[case.counts]
+def _binned(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
+    """Count, sum of confidence and number correct by bin, (3, bins + 1): the last is for confidence 1."""
+    edges = torch.linspace(0, 1, bins + 1, device=confidence.device)
+    bin_ = torch.bucketize(confidence.float(), edges, right=True) - 1
+    values = (torch.ones_like(confidence), confidence, correct)
+    return torch.stack([bin_.bincount(value.double(), minlength=bins + 1) for value in values])
 
 
-def _check(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> _Case:
+def _parts(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> Iterator[_Part]:
+    """The examples that count, a few at a time, once all of them are checked."""
+    _check(member_probs, targets)
+    probs = member_probs.reshape(*member_probs.shape[:3], -1)
+    labels = targets.reshape(len(targets), -1).long()
+    counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    if not counts.any():
+        return
+    low, high = labels[counts].aminmax()
+    if low < 0 or high >= probs.shape[2]:
+        raise ValueError(f"targets must be between 0 and {probs.shape[2] - 1}. Got {low} to {high}.")
+    for some in counts.any(1).nonzero()[:, 0].split(max(1, LARGEST * len(labels) // probs.numel())):
+        kept = counts[some]
+        yield _Part(_precise(probs[:, some]), labels[some].masked_fill(~kept, 0), kept)
+
+
+def _precise(probs: Tensor) -> Tensor:
+    """At least float32, for the means over members."""
+    return probs.to(torch.promote_types(probs.dtype, torch.float32))
+
+
+def _accumulated(
+    member_probs: Tensor, targets: Tensor, ignore_index: int | None, **options: Any
+) -> Accumulator:
+    scores = Accumulator(**options)
+    scores.update(member_probs, targets, ignore_index=ignore_index)
+    return scores
+
+
+def _entropy(probs: Tensor, dim: int, *, pixelwise: bool = False) -> Tensor:
+    dim %= probs.ndim
+    values: Tensor = torch.special.entr(probs).sum(dim)
+    return values if pixelwise or values.ndim == dim else values.flatten(dim).mean(dim)
+
+
+def _ranked(scores_in: Tensor, scores_out: Tensor) -> tuple[Any, Any]:
+    """Labels, 1 for out-of-distribution data, and ranks instead of scores: scikit-learn takes no infinity."""
+    _check_scores("scores_in", scores_in)
+    _check_scores("scores_out", scores_out)
+    _checks.same_device("scores_out", scores_out, scores_in)
+    _, ranks = torch.unique(torch.cat([scores_in, scores_out]), return_inverse=True)
+    return (torch.arange(len(ranks)) >= len(scores_in)).numpy(), ranks.cpu().numpy()
+
+
+def _check(member_probs: Tensor, targets: Tensor) -> None:
     _check_probs("member_probs", member_probs, 2)
     if not member_probs.numel():
         raise ValueError(f"member_probs must hold at least one example. Got {_checks.kind(member_probs)}.")
@@ -206,33 +359,21 @@ def _check(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> _
             f"targets must be an integer tensor of shape {expected}. Got {_checks.kind(targets)}."
         )
     _checks.same_device("targets", targets, member_probs)
-    if member_probs.dtype in (torch.float16, torch.bfloat16):
-        member_probs = member_probs.float()  # means over members are to be better than that
-    probs = member_probs.reshape(*member_probs.shape[:3], -1)
-    labels = targets.reshape(len(targets), -1).long()
-    counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
-    images = counts.any(1)
-    if not images.any():
-        raise ValueError(f"targets must hold more than ignore_index. Got nothing but {ignore_index}.")
-    low, high = labels[counts].aminmax()
-    if low < 0 or high >= probs.shape[2]:
-        raise ValueError(f"targets must be between 0 and {probs.shape[2] - 1}. Got {low} to {high}.")
-    return _Case(probs[:, images], labels.masked_fill(~counts, 0)[images], counts[images])
 
 
 def _check_probs(name: str, probs: Tensor, dim: int) -> None:
     if not isinstance(probs, Tensor) or not probs.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor. Got {_checks.kind(probs)}.")
     if not -probs.ndim <= dim < probs.ndim:
-        cure = f" Add the members' axis: {name}[None]." if probs.ndim == dim == 2 else ""
-        raise ValueError(f"{name} must have its classes on axis {dim}. Got {_checks.kind(probs)}.{cure}")
-    tolerance = max(5e-3, 8 * torch.finfo(probs.dtype).eps)  # they may come from half precision
-    if torch.compiler.is_compiling() or not probs.numel():  # values not to be looked at, or none
+        hint = f" Add the members' axis: {name}[None]." if probs.ndim == dim == 2 else ""
+        raise ValueError(f"{name} must have its classes on axis {dim}. Got {_checks.kind(probs)}.{hint}")
+    if torch.compiler.is_compiling() or not probs.numel():
         return
+    tolerance = max(5e-3, 8 * torch.finfo(probs.dtype).eps)  # they may come from half precision
     if not (probs.min() >= 0 and (probs.sum(dim) - 1).abs().max() <= tolerance):  # NaN fails as well
         raise ValueError(
             f"{name} must be at least 0 and sum to 1 over axis {dim}. Got values from {probs.min():.3g} to "
-            f"{probs.max():.3g}; if this looks like logits, apply softmax({dim}) first."
+            f"{probs.max():.3g}; if these are logits, apply softmax({dim}) first."
         )
 
 
@@ -241,14 +382,3 @@ def _check_scores(name: str, scores: Tensor) -> None:
         raise ValueError(
             f"{name} must be a tensor (N,) without NaN, N at least 1. Got {_checks.kind(scores)}."
         )
-
-
-def _ranked(scores_in: Tensor, scores_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Ranks within 0 to 1, equal where scores are, and labels: 1 for data from outside."""
-    _check_scores("scores_in", scores_in)
-    _check_scores("scores_out", scores_out)
-    _checks.same_device("scores_out", scores_out, scores_in)
-    # torchmetrics squeezes scores above 1 through a sigmoid, which would merge the large ones.
-    _, ranks = torch.unique(torch.cat([scores_in, scores_out]), return_inverse=True)
-    is_out = torch.arange(len(ranks), device=ranks.device) >= len(scores_in)
-    return ranks.double() / len(ranks), is_out.long()

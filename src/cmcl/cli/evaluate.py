@@ -24,6 +24,8 @@ from .runs import (
 from .shared import check_device, number, parse_pairs, print_json, print_table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from ..data.dataset import Dataset
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 COLUMNS = {  # what is measured -> its column
     "top1": ">top-1 %",
+    "picked": ">picked %",
     "oracle": ">oracle %",
     "member": ">members alone %",
     "ece": ">ECE %",
@@ -131,32 +134,22 @@ def _measure(
     from .. import metrics
     from ..data.dataset import ignored
 
-    probs = _probs(ensemble, test, batch, label)
-    unseen = None if outside is None else _probs(ensemble, outside, batch, f"{label}, unseen")
-    dense = test.targets.ndim > 1
-    found = metrics.summary(
-        probs, test.targets, outside=unseen, ignore_index=ignored(test.targets, probs.shape[2])
-    )
+    scores = metrics.Accumulator(curves=outside is not None)
+    for probs, targets in zip(_probs(ensemble, test, batch, label), test.targets.split(batch), strict=True):
+        scores.update(probs, targets, ignore_index=ignored(targets, probs.shape[2]))
+    for probs in () if outside is None else _probs(ensemble, outside, batch, f"{label}, unseen"):
+        scores.update_ood(probs)
+    found = scores.compute()
     values = {
-        "top1": 100 * found["picked_error" if dense else "top1_error"],
-        "oracle": 100 * found["oracle_error"],
-        "member": 100 * found["member_error"],
-        "ece": 100 * found["ece"],
-        "entropy": metrics.entropy(probs.mean(0), dim=1).mean().item(),
+        name: metrics.percent(found[f"{name}_error"]) for name in ("top1", "picked", "oracle", "member")
     }
-    if unseen is not None:
-        values |= {
-            "ood_entropy": metrics.entropy(unseen.mean(0), dim=1).mean().item(),
-            "auroc": found["auroc"],
-        }
-    return {key: round(value, 6) for key, value in values.items()}
+    values["ece"] = metrics.percent(found["ece"])
+    return values | {key: round(found[key], 6) for key in ("entropy", "ood_entropy", "auroc") if key in found}
 
 
-def _probs(ensemble: "Ensemble", data: "Dataset", batch_size: int, title: str) -> "Tensor":
-    """The members' probabilities (M, N, C, ...), with a bar on a terminal."""
-    import torch
-
+def _probs(ensemble: "Ensemble", data: "Dataset", batch_size: int, title: str) -> "Iterator[Tensor]":
+    """The members' probabilities (M, B, C, ...) of each batch, with a bar on a terminal."""
     from ..telling import watched
 
-    parts = watched(data.images.split(batch_size), title)
-    return torch.cat([ensemble.predict(part).member_probs.cpu() for part in parts], 1)
+    for part in watched(data.images.split(batch_size), title):
+        yield ensemble.predict(part).member_probs.cpu()

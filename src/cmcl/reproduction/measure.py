@@ -64,8 +64,8 @@ def measure(answers: Answers, targets: Tensor) -> dict[str, Any]:
     classwise = metrics.classwise_accuracy(probs, targets, ignore_index=ignore)  # (M, C)
     return {
         "errors": {"expected": errors(probs, targets), "sampled": errors(drawn, targets)},
-        "members": _percent(members),
-        "classwise": _percent(classwise),
+        "members": metrics.percent(members),
+        "classwise": metrics.percent(classwise),
         "calibration": _calibration(probs, targets, unseen),
         "entropy": _entropies(probs, targets, unseen),
     }
@@ -95,9 +95,12 @@ def predict(
 def errors(probs: Tensor, targets: Tensor) -> dict[str, float]:
     """`top1` is the paper's: of the averaged answer or, for segmentation, of the most confident member."""
     ignore = ignored(targets, probs.shape[2])
-    averaged = round(100 * metrics.top1_error(probs, targets, ignore_index=ignore), 6)
-    picked = round(100 * metrics.picked_error(probs, targets, ignore_index=ignore), 6)
-    oracle = round(100 * metrics.oracle_error(probs, targets, ignore_index=ignore), 6)
+    scores = metrics.Accumulator()
+    scores.update(probs, targets, ignore_index=ignore)
+    found = scores.compute()
+    averaged, oracle, picked = (
+        metrics.percent(found[f"{name}_error"]) for name in ("top1", "oracle", "picked")
+    )
     top1 = picked if targets.ndim > 1 else averaged
     return {"top1": top1, "oracle": oracle, "picked": picked, "averaged": averaged}
 
@@ -105,32 +108,27 @@ def errors(probs: Tensor, targets: Tensor) -> dict[str, float]:
 def _calibration(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[str, Any]:
     """Of the averaged answer: ECE in percent, the other numbers as they are."""
     ignore = ignored(targets, probs.shape[2])
-    summary = metrics.summary(probs, targets, outside=unseen, bins=RELIABILITY_BINS, ignore_index=ignore)
-    names = [name for name in ("nll", "brier", "aurc", "auroc", "fpr95") if name in summary]
+    scores = metrics.Accumulator(bins=RELIABILITY_BINS, curves=True)
+    scores.update(probs, targets, ignore_index=ignore)
+    if unseen is not None:
+        scores.update_ood(unseen)
+    found = scores.compute()
+    names = [name for name in ("nll", "brier", "aurc", "auroc", "fpr95") if name in found]
     confidence, answer = probs.mean(0).max(1)
     counts = counting(targets, ignore)
-    right = (answer == targets)[counts]
-    confidence = confidence[counts].clamp(0, 1)
-    risk = metrics.risk_coverage(confidence, right)[1]
+    risk = metrics.risk_coverage(confidence[counts].clamp(0, 1), (answer == targets)[counts])[1]
     points = (torch.arange(1, COVERAGES + 1) * len(risk) / COVERAGES).ceil().long() - 1
+    count, confidence, accuracy = scores.reliability
     return {
-        "ece": round(100 * summary["ece"], 6),
-        **{name: round(summary[name], 6) for name in names},
-        "reliability": _reliability(confidence, right),
-        "risk_coverage": _percent(risk[points]),  # the error among the 1 %, 2 %, ... most confident
+        "ece": metrics.percent(found["ece"]),
+        **{name: round(found[name], 6) for name in names},
+        "reliability": {
+            "count": count.tolist(),
+            "confidence": metrics.percent(confidence),
+            "accuracy": metrics.percent(accuracy),
+        },
+        "risk_coverage": metrics.percent(risk[points]),  # the error among the 1 %, 2 %, ... most confident
     }
-
-
-def _reliability(confidence: Tensor, right: Tensor) -> dict[str, list[Any]]:
-    """Count, mean confidence and accuracy of bins of equal width; None where a bin is empty."""
-    bin_ = (confidence * RELIABILITY_BINS).long().clamp(max=RELIABILITY_BINS - 1)
-    count = bin_.bincount(minlength=RELIABILITY_BINS)
-
-    def mean(values: Tensor) -> list[Any]:
-        sums = bin_.bincount(values.double(), minlength=RELIABILITY_BINS)
-        return _percent(sums / count)
-
-    return {"count": count.tolist(), "confidence": mean(confidence), "accuracy": mean(right)}
 
 
 def _entropies(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[str, Any]:
@@ -156,10 +154,3 @@ def _entropies(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[st
 def _histogram(values: Tensor, top: float) -> list[int]:
     counts = torch.histc(values.double().clamp(0, top), BINS, 0, top).long().tolist()
     return list(counts)
-
-
-def _percent(values: Tensor) -> list[Any]:
-    """Nested lists of percentages, None for NaN: JSON has no such number."""
-    if values.ndim > 1:
-        return [_percent(row) for row in values]
-    return [None if math.isnan(x) else round(100 * x, 6) for x in values.tolist()]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import _checks
+from .. import _checks, metrics
 from ..data.dataset import IGNORE, Dataset, counting
 from ..ensemble import Ensemble, in_eval
 from ..telling import first_line
 from .config import Recipe
-from .scoring import AUTO, errors, resolved
+from .scoring import AUTO, resolved
 from .setup import Data, tensors
 from .source import first_batch
 
@@ -111,7 +111,7 @@ def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | 
             probs, looked = ensemble.predict(images[two]).member_probs.cpu(), targets[two].cpu()
             ignore = resolved(ignore_index, looked, probs.shape[2], dense=looked.ndim > 1)
             if not isinstance(data, DataLoader) or counting(looked, ignore).any():  # later batches may count
-                errors(probs, looked, ignore)
+                metrics.top1_error(probs, looked, ignore_index=ignore)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError, TypeError, ValueError) as error:

@@ -1,6 +1,7 @@
 """The errors of an ensemble on data it has not learned."""
 
-import torch
+from collections.abc import Iterator
+
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -10,6 +11,7 @@ from ..ensemble import Ensemble
 from .setup import Data, tensors
 
 AUTO = "auto"
+PIXELS = 2**16  # of dense targets in a batch: their probabilities are members times classes as many
 
 
 def resolved(ignore_index: int | str | None, targets: Tensor, classes: int, *, dense: bool) -> int | None:
@@ -25,28 +27,34 @@ def resolved(ignore_index: int | str | None, targets: Tensor, classes: int, *, d
 def evaluate(
     ensemble: Ensemble, data: Data, *, batch_size: int = 1000, ignore_index: int | str | None = AUTO
 ) -> dict[str, float]:
-    """Errors in percent: `top1` (the most confident member's where outputs are dense), `oracle`, `member`.
+    """Errors in percent: `top1` (averaged), `picked` (most confident member), `oracle`, `member` (mean).
 
-    `cmcl.metrics` gives the same as fractions, 0 to 1. `ignore_index` is as for `fit`.
+    Memory does not grow with the number of examples. `cmcl.metrics` gives the same as fractions, 0 to 1.
+    `ignore_index` is as for `fit`.
     """
+    scores = metrics.Accumulator()
+    for images, targets in _batches(data, batch_size):
+        probs = ensemble.predict(images).member_probs.cpu()
+        ignore = resolved(ignore_index, targets, probs.shape[2], dense=targets.ndim > 1)
+        scores.update(probs, targets.cpu(), ignore_index=ignore)
+    return errors(scores)
+
+
+def errors(scores: metrics.Accumulator) -> dict[str, float]:
+    """The errors of a test set in percent."""
+    found = scores.compute()
+    return {name: metrics.percent(found[f"{name}_error"]) for name in ("top1", "picked", "oracle", "member")}
+
+
+def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     if isinstance(data, DataLoader):
-        pairs = (_checks.pair("data", batch) for batch in data)
-        parts = [(ensemble.predict(x).member_probs.cpu(), y.cpu()) for x, y in pairs]
-        if not parts:
+        batch = None
+        for batch in data:
+            yield _checks.pair("data", batch)
+        if batch is None:
             raise ValueError("data must hold at least one batch. Got an empty DataLoader.")
-        probs, targets = torch.cat([p for p, _ in parts], 1), torch.cat([y for _, y in parts])
-    else:
-        images, targets = tensors(data)
-        probs, targets = ensemble.predict(images, batch_size=batch_size).member_probs.cpu(), targets.cpu()
-    return errors(probs, targets, resolved(ignore_index, targets, probs.shape[2], dense=targets.ndim > 1))
-
-
-def errors(probs: Tensor, targets: Tensor, ignore: int | None) -> dict[str, float]:
-    """Of the members' probabilities (M, N, C, ...), in percent."""
-    dense = targets.ndim > 1
-    top1 = metrics.picked_error if dense else metrics.top1_error
-    return {
-        "top1": 100 * top1(probs, targets, ignore_index=ignore),
-        "oracle": 100 * metrics.oracle_error(probs, targets, ignore_index=ignore),
-        "member": 100 * metrics.member_errors(probs, targets, ignore_index=ignore).mean().item(),
-    }
+        return
+    images, targets = tensors(data)
+    pixels = max(1, targets[:1].numel())
+    size = min(batch_size, max(1, PIXELS // pixels)) if targets.ndim > 1 else batch_size
+    yield from zip(images.split(size), targets.split(size), strict=True)
