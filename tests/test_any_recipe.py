@@ -42,8 +42,8 @@ def recipes(draw):
         accumulate=draw(st.sampled_from([1, 2, 4])),
         optimizer=draw(st.sampled_from(["sgd", "adam", "adamw"])),
         lr=0.02,
-        drops=draw(st.sampled_from([(), ((3, 0.5), (0.5, 0.1))])),
-        clip=draw(st.sampled_from([None, 0.5])),
+        milestones=draw(st.sampled_from([(), ((3, 0.5), (0.5, 0.1))])),
+        clip_norm=draw(st.sampled_from([None, 0.5])),
         **length,
     )
 

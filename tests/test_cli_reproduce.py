@@ -20,7 +20,7 @@ TINY = replace(
     members=2,
     epochs=None,
     steps=2,
-    examples=60,
+    subset=60,
     network_options=dict(DIGITS.network_options) | {"filters": [2, 4]},
 )
 CELL = Cell("table9/tiny-ie", "tiny-ie", ("table9", "ie"), {"oracle": 1.0, "top1": 2.0})

@@ -49,7 +49,7 @@ def tiny(monkeypatch):
             epochs=None,
             steps=1,
             batch_size=4,
-            examples=8,
+            subset=8,
             network_options={"filters": [2, 2]},
         ),
     )
@@ -186,7 +186,7 @@ class TestTrain:
         words = [
             "train",
             "tiny-cmcl",
-            "--examples",
+            "--subset",
             examples,
             "--batch-size",
             5,
@@ -199,7 +199,7 @@ class TestTrain:
         assert err == told * "cmcl: digits has 10 classes: 9 examples leave out 1 of them.\n"
 
     def test_one_image_has_all_classes_of_its_pixels(self, cmcl, tmp_path):
-        code, _, err = cmcl("train", "tiny-shapes", "--examples", 1, "--out", tmp_path, "--quiet")
+        code, _, err = cmcl("train", "tiny-shapes", "--subset", 1, "--out", tmp_path, "--quiet")
         assert (code, err) == (0, "")
 
     def test_what_a_finished_run_ran_on(self, cmcl, tmp_path, monkeypatch):
@@ -216,9 +216,10 @@ class TestTrain:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["--epochs", "inf"], "epochs must be a finite number. Got inf."),
-            (["--epochs", "nan"], "epochs must be a finite number. Got nan."),
-            (["--set", "lr=Infinity"], "lr must be a finite number. Got inf."),
+            (["--epochs", "inf"], "Got inf."),
+            (["--epochs", "nan"], "Got nan."),
+            (["--set", "lr=1e400"], "lr must be valid: input should be a finite number. Got inf."),
+            (["--set", "learning_rate=1"], "Recipe has no field 'learning_rate'"),
             (["--device", "meta"], "Got 'meta'"),
             (["--set", "network=resnet21"], "Did you mean 'resnet20'?"),
             (["--set", "preprocess=foo"], "Valid names: mean_std, gcn, gcn_zca."),
@@ -272,12 +273,12 @@ class TestChange:
         assert same.hash == base.hash
         assert change(base, {"beta": 1}).hash == change(base, {"beta": 1.0}).hash
         assert change(base, {"epochs": 2.5}).epochs == 2.5
-        for name in ("clip", "decay", "momentum", "share_prob"):
+        for name in ("clip_norm", "decay", "momentum", "share_prob"):
             assert change(base, {name: 1}).hash == change(base, {name: 1.0}).hash, name
-        assert change(base, {"clip": 1}).hash != base.hash
-        assert change(base, {"clip": None}).hash == base.hash
-        drops = [change(base, {"drops": pairs}).hash for pairs in ([[0.5, 1]], [[0.5, 1.0]])]
-        drops += [change(base, {"drops": pairs}).hash for pairs in ([[100, 0.1]], [[100.0, 0.1]])]
+        assert change(base, {"clip_norm": 1}).hash != base.hash
+        assert change(base, {"clip_norm": None}).hash == base.hash
+        drops = [change(base, {"milestones": pairs}).hash for pairs in ([[0.5, 1]], [[0.5, 1.0]])]
+        drops += [change(base, {"milestones": pairs}).hash for pairs in ([[100, 0.1]], [[100.0, 0.1]])]
         assert (drops[0], drops[2]) == (drops[1], drops[3])
 
     def test_one_length_replaces_the_other(self):
@@ -287,9 +288,11 @@ class TestChange:
 
     def test_names(self):
         base = find("digits-cmcl")
-        changed = change(base, {"beta": 0.5, "batch_size": 64, "drops": [[0.5, 0.1]], "steps": 9})
+        changed = change(base, {"beta": 0.5, "batch_size": 64, "milestones": [[0.5, 0.1]], "steps": 9})
         assert changed_name("digits-cmcl", base, base) == "digits-cmcl"
-        assert changed_name("digits-cmcl", base, changed) == "digits-cmcl-beta0.5-steps9-batchsize64-drops"
+        assert (
+            changed_name("digits-cmcl", base, changed) == "digits-cmcl-beta0.5-steps9-batchsize64-milestones"
+        )
 
     def test_one_option_of_the_network(self):
         base = find("digits-cmcl")
@@ -305,17 +308,17 @@ class TestChange:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"clip": "x"}, "clip must be a number or null. Got 'x'."),
-            ({"drops": 3}, "drops must be a JSON list. Got 3."),
-            ({"drops": [[1]]}, r"drops must be pairs of numbers, such as \[\[0.5, 0.1\]\]. Got \[\[1\]\]."),
-            ({"beta": float("nan")}, "beta must be a finite number. Got nan."),
-            ({"network_options": []}, r"network_options must be a JSON object. Got \[\]."),
+            ({"clip_norm": "x"}, "clip_norm must .*Got 'x'."),
+            ({"milestones": 3}, "milestones must .*Got 3."),
+            ({"milestones": [[1]]}, r"milestones must be pairs .*Got \[\[1\]\]."),
+            ({"beta": float("nan")}, "beta must .*Got nan."),
+            ({"network_options": []}, r"network_options must .*Got \[\]."),
             (
                 {"network_options": 5, "network_options.hidden": 3},
-                "network_options must be a JSON object. Got 5.",
+                "network_options must .*Got 5.",
             ),
-            ({"sharing": 1}, "sharing must be true or false or null. Got 1."),
-            ({"overlap": 2.5}, "overlap must be a whole number. Got 2.5."),
+            ({"sharing": 1}, "sharing must .*Got 1."),
+            ({"overlap": 2.5}, "overlap must .*Got 2.5."),
         ],
     )
     def test_kinds(self, changes, message):
@@ -355,7 +358,7 @@ class TestFew:
 
     def test_a_record_has_the_checksum_of_the_whole_set(self, trained):
         record = json.loads((trained / "record.json").read_text())
-        assert record["recipe"]["examples"] == 300
+        assert record["recipe"]["subset"] == 300
         assert record["checksums"]["train"] == package.data.load("digits").checksum
 
 

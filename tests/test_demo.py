@@ -30,7 +30,7 @@ def tiny(monkeypatch):
             recipe = RECIPES[f"{set_}-{method}"]
             options = dict(recipe.network_options) | options
             short = replace(
-                recipe, epochs=None, steps=2, warm_start=0, batch_size=8, examples=40, network_options=options
+                recipe, epochs=None, steps=2, warm_start=0, batch_size=8, subset=40, network_options=options
             )
             monkeypatch.setitem(RECIPES, f"{set_}-{method}", short)
 
@@ -137,7 +137,7 @@ def test_the_four_differ_in_method_alone():
 
 def test_digits_as_the_readme_says():
     recipe = RECIPES["digits-300-cmcl"]
-    assert (recipe.examples, recipe.members, recipe.overlap) == (300, 5, 3)
+    assert (recipe.subset, recipe.members, recipe.overlap) == (300, 5, 3)
     assert recipe.network_options["filters"] == [8, 16]
 
 

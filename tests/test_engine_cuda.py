@@ -298,7 +298,7 @@ def test_the_captured_loop_never_waits_for_the_device():
 class TestRepeats:
     """Nothing is left to chance here: on a GPU repeats draw from one generator, in turn."""
 
-    recipe = Recipe(members=M, overlap=2, steps=STEPS, batch_size=B, lr=1e-5, clip=1.0)
+    recipe = Recipe(members=M, overlap=2, steps=STEPS, batch_size=B, lr=1e-5, clip_norm=1.0)
 
     def ensemble(self, seed):
         ensemble = build(seed=seed)
@@ -441,7 +441,7 @@ class TestFit:
         """bf16, compiled, captured, with a warm start, clipping and pieces of batches: a warning is a failure."""
         ensemble, recipe = (
             build(name),
-            replace(RECIPE, steps=None, epochs=3, warm_start=1, clip=1.0, accumulate=2),
+            replace(RECIPE, steps=None, epochs=3, warm_start=1, clip_norm=1.0, accumulate=2),
         )
         with only_our_warnings():
             result = fit(ensemble, examples(name), recipe=recipe, options=Options(quiet=True))

@@ -379,7 +379,7 @@ WRONG = {
     "one class, named": (dict(), np.full(150, "se"), "Got 1 class, 'se'."),
     "overlap": (dict(overlap=7), None, "overlap must be between 1 and 3. Got 7"),
     "hidden": (dict(hidden=0), None, "hidden must be 1 or more. Got 0"),
-    "method": (dict(method="bagging"), None, "method must be one of"),
+    "method": (dict(method="bagging"), None, "method must .*bagging"),
     "numbers for classes": (dict(), np.linspace(0, 1, 150), "Unknown label type: continuous"),
     "too few outputs": (
         dict(network=lambda: nn.Linear(4, 2)),

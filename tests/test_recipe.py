@@ -3,16 +3,18 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import cmcl
-from cmcl import Recipe
+from cmcl import Options, Recipe
 from cmcl.reproduction import find
+from cmcl.training.config import check_seed
 
 BASE = Recipe(epochs=10)
 
@@ -20,60 +22,61 @@ BASE = Recipe(epochs=10)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(method="dropout"), "method must be one of 'ie', 'mcl', 'cmcl'. Got 'dropout'."),
-        (dict(optimizer="lion"), "optimizer must be one of 'sgd', 'adam', 'adamw'. Got 'lion'."),
-        (dict(labels="smooth"), "labels must be one of 'exact', 'sampled'. Got 'smooth'."),
-        (dict(examples=0), "examples must be an int, 1 or more. Got 0."),
-        (dict(members=0, overlap=0), "members must be an int, 1 or more. Got 0."),
-        (dict(overlap=0), "overlap must be an int, 1 or more. Got 0."),
-        (dict(members=None), "members must be an int, 1 or more. Got None."),
-        (dict(batch_size=8.0), "batch_size must be an int, 1 or more. Got 8.0."),
-        (dict(epochs=None, steps=10.5), "steps must be an int, 1 or more. Got 10.5."),
-        (dict(decay_steps=0), "decay_steps must be an int, 1 or more. Got 0."),
+        (dict(method="dropout"), "method must .* Got 'dropout'"),
+        (dict(optimizer="lion"), "optimizer must .* Got 'lion'"),
+        (dict(labels="smooth"), "labels must .* Got 'smooth'"),
+        (dict(subset=0), "subset must .* Got 0"),
+        (dict(members=0, overlap=0), "members must .* Got 0"),
+        (dict(members=None), "members must .* Got None"),
+        (dict(members=True), "members must .* Got True"),
+        (dict(members=10**400), r"members must .* Got 10{70,}\.\.\.\.$"),
+        (dict(batch_size=8.0), "batch_size must .*integer. Got 8.0"),
+        (dict(epochs=None, steps=10.5), "steps must .*integer. Got 10.5"),
+        (dict(epochs=None, steps=-3), "steps must .* Got -3"),
+        (dict(decay_steps=0), "decay_steps must .* Got 0"),
+        (dict(overlap=0), "overlap must .* Got 0"),
         (dict(overlap=6), "overlap must be between 1 and 5. Got 6."),
-        (dict(beta=-0.1), "beta must be a finite number, 0 or more. Got -0.1."),
-        (dict(beta=float("inf")), "beta must be a finite number, 0 or more. Got inf."),
-        (dict(beta=float("nan")), "beta must be a finite number, 0 or more. Got nan."),
-        (dict(samples=0), "samples must be an int, 1 or more. Got 0."),
-        (dict(share_prob=1.1), "share_prob must be between 0 and 1. Got 1.1."),
-        (dict(validation=1.0), "validation must be at least 0 and below 1. Got 1.0."),
-        (dict(validation=-0.1), "validation must be at least 0 and below 1. Got -0.1."),
-        (dict(batch_size=0), "batch_size must be an int, 1 or more. Got 0."),
-        (dict(accumulate=0), "accumulate must be an int, 1 or more. Got 0."),
+        (dict(beta=-0.1), "beta must .* Got -0.1"),
+        (dict(beta=float("inf")), "beta must .*finite number. Got inf"),
+        (dict(beta=float("nan")), "beta must .*finite number. Got nan"),
+        (dict(samples=0), "samples must .* Got 0"),
+        (dict(share_prob=1.1), "share_prob must .* Got 1.1"),
+        (dict(validation=1.0), "validation must .* Got 1.0"),
+        (dict(validation=-0.1), "validation must .* Got -0.1"),
+        (dict(warm_start=-1), "warm_start must .* Got -1"),
+        (dict(warm_start=0.5), "warm_start must .*integer. Got 0.5"),
         (dict(accumulate=3), "accumulate must divide batch_size. Got 3."),
-        (dict(steps=10), "give either epochs or steps. Got (10, 10)."),
-        (dict(epochs=None), "give either epochs or steps. Got (None, None)."),
-        (dict(epochs=0), "epochs or steps must be positive and finite. Got 0."),
-        (dict(epochs=None, steps=-3), "steps must be an int, 1 or more. Got -3."),
-        (dict(lr=0.0), "lr must be positive and finite. Got 0.0."),
-        (dict(lr=float("nan")), "lr must be positive and finite. Got nan."),
-        (dict(lr=float("inf")), "lr must be positive and finite. Got inf."),
-        (dict(epochs=float("inf")), "epochs or steps must be positive and finite. Got inf."),
-        (dict(epochs=float("nan")), "epochs or steps must be positive and finite. Got nan."),
-        (dict(decay=0.0), "decay must be above 0 and at most 1. Got 0.0."),
-        (dict(decay=1.5), "decay must be above 0 and at most 1. Got 1.5."),
-        (dict(clip=0.0), "clip must be positive. Got 0.0."),
-        (dict(clip=-1.0), "clip must be positive. Got -1.0."),
-        (dict(weight_decay=-1e-4), "weight_decay must be 0 or more. Got -0.0001."),
-        (dict(adversarial=-0.1), "adversarial must be 0 or more. Got -0.1."),
-        (dict(drops=((0.5, -0.1),)), "drops must be by factors of 0 or more. Got ((0.5, -0.1),)."),
-        (
-            dict(network_options={"size": {8}}),
-            "network_options must be plain Python, to be kept as JSON. Got {'size': {8}}.",
-        ),
-        (dict(adversarial=0.1, sharing=True), "adversarial training must go without sharing. Got both."),
+        (dict(steps=10), "give either epochs or steps. Got \\(10.0, 10\\)."),
+        (dict(epochs=None), "give either epochs or steps. Got \\(None, None\\)."),
+        (dict(epochs=0), "epochs must .* Got 0"),
+        (dict(lr=0.0), "lr must .* Got 0.0"),
+        (dict(lr="0.1"), "lr must .*number. Got '0.1'"),
+        (dict(lr=float("nan")), "lr must .*finite number. Got nan"),
+        (dict(learning_rate=0.1), "Recipe has no field 'learning_rate'. Its fields are .*lr"),
+        (dict(drop=3), "Recipe has no field 'drop'."),
+        (dict(milestone=()), "Recipe has no field 'milestone'. Did you mean 'milestones'"),
+        (dict(decay=0.0), "decay must .* Got 0.0"),
+        (dict(decay=1.5), "decay must .* Got 1.5"),
+        (dict(clip_norm=0.0), "clip_norm must .* Got 0.0"),
+        (dict(weight_decay=-1e-4), "weight_decay must .* Got -0.0001"),
+        (dict(adversarial=-0.1), "adversarial must .* Got -0.1"),
+        (dict(milestones=((0.5, -0.1),)), "milestones.0.1 must .* Got -0.1"),
+        (dict(milestones=((1.5, 0.1),)), "milestones must be at a step"),
+        (dict(milestones=((0, 0.1),)), "milestones must be at a step"),
+        (dict(milestones=(0.5, 0.1)), "milestones must be pairs"),
+        (dict(network_options={"size": {8}}), "network_options must be JSON values"),
+        (dict(adversarial=0.1, sharing=True), "adversarial training must not share features. Got both."),
     ],
 )
 def test_rules(changes, message):
-    with pytest.raises(ValueError) as error:  # noqa: PT011  (the whole text is compared)
+    with pytest.raises(ValueError, match=f"^{message}"):
         replace(BASE, **changes)
-    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(examples=1),
+        dict(subset=1),
         dict(members=1),
         dict(overlap=5),
         dict(beta=0.0),
@@ -84,7 +87,7 @@ def test_rules(changes, message):
         dict(epochs=0.5),
         dict(epochs=None, steps=1),
         dict(decay=1.0),
-        dict(clip=0.1),
+        dict(clip_norm=0.1),
         dict(adversarial=0.1),
     ],
 )
@@ -102,8 +105,8 @@ class TestLength:
         assert Recipe(steps=7).total_steps(1000) == 7
 
     def test_fewer_examples(self):
-        assert Recipe(epochs=2, batch_size=100, examples=300).total_steps(1000) == 6
-        assert Recipe(epochs=2, batch_size=100, examples=3000).total_steps(1000) == 20
+        assert Recipe(epochs=2, batch_size=100, subset=300).total_steps(1000) == 6
+        assert Recipe(epochs=2, batch_size=100, subset=3000).total_steps(1000) == 20
 
     def test_a_batch_size_of_the_datas_own(self):
         assert Recipe(epochs=2, batch_size=128).total_steps(320, batch_size=32) == 20
@@ -113,18 +116,18 @@ class TestSchedule:
     def test_constant(self):
         assert {BASE.lr_at(step, 100) for step in range(100)} == {0.1}
 
-    def test_drops_by_step(self):
-        recipe = replace(BASE, lr=1.0, drops=((30, 0.1), (60, 0.5)))
+    def test_milestones_by_step(self):
+        recipe = replace(BASE, lr=1.0, milestones=((30, 0.1), (60, 0.5)))
         lrs = [recipe.lr_at(step, 100) for step in (0, 29, 30, 59, 60, 99)]
         assert lrs == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.05, 0.05], rel=1e-12)
 
-    def test_drops_by_share(self):
-        recipe = replace(BASE, lr=1.0, drops=((0.5, 0.1), (0.75, 0.1)))
+    def test_milestones_by_fraction(self):
+        recipe = replace(BASE, lr=1.0, milestones=((0.5, 0.1), (0.75, 0.1)))
         lrs = [recipe.lr_at(step, 64) for step in (0, 31, 32, 47, 48, 63)]
         assert lrs == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.01, 0.01], rel=1e-12)
 
-    def test_a_share_that_rounding_would_put_off(self):
-        recipe = replace(BASE, lr=1.0, drops=((0.55, 0.1),))  # 0.55 * 100 is 55.00000000000001
+    def test_a_fraction_that_rounding_would_put_off(self):
+        recipe = replace(BASE, lr=1.0, milestones=((0.55, 0.1),))  # 0.55 * 100 is 55.00000000000001
         assert [recipe.lr_at(step, 100) for step in (54, 55)] == pytest.approx([1.0, 0.1])
 
     def test_exponential_by_step(self):
@@ -138,26 +141,23 @@ class TestSchedule:
         assert [recipe.lr_at(step, 100) for step in (0, 50, 100)] == pytest.approx([8.0, 4.0, 2.0])
 
     def test_both(self):
-        recipe = replace(BASE, lr=8.0, decay=0.25, drops=((50, 0.1),))
+        recipe = replace(BASE, lr=8.0, decay=0.25, milestones=((50, 0.1),))
         assert recipe.lr_at(49, 100) == pytest.approx(8 * 0.25**0.49)
         assert recipe.lr_at(50, 100) == pytest.approx(0.4)
 
 
 def test_numbers_of_numpy():
     """As scikit-learn's searches bring them."""
-    plain = replace(BASE, members=3, lr=0.5, clip=2.0)
-    other = replace(BASE, members=np.int64(3), lr=np.float32(0.5), clip=Fraction(2))
+    plain = replace(BASE, members=3, lr=0.5, clip_norm=2.0)
+    other = replace(BASE, members=np.int64(3), lr=np.float32(0.5), clip_norm=Fraction(2))
     assert (other, other.hash, other.to_json()) == (plain, plain.hash, plain.to_json())
     assert type(other.members) is int
-    with pytest.raises(ValueError, match="members must be an int, 1 or more. Got True."):
-        replace(BASE, members=True)
 
 
 def test_equal_recipes_have_equal_hashes():
     whole, same = replace(BASE, epochs=2), replace(BASE, epochs=2.0)
     assert (whole == same, whole.hash == same.hash) == (True, True)
     assert replace(BASE, decay_steps=10).hash != BASE.hash
-    assert not {"examples", "decay_steps"} & BASE.to_json().keys(), "as runs of before have it"
 
 
 @pytest.mark.parametrize(
@@ -181,61 +181,51 @@ def test_one_objective_for_three_methods(changes, objective):
 
 
 class TestHash:
-    @pytest.mark.parametrize(
-        ("recipe", "changes"),
-        [
-            (BASE, dict(share_prob=0.3)),  # nothing is shared
-            (BASE, dict(sharing=False)),  # as records say that were made when it was the default
-            (BASE, dict(samples=3)),  # labels are exact
-            (BASE, dict(beta=0.75, overlap=1)),  # the defaults, said aloud
-            (replace(BASE, method="ie"), dict(beta=0.1, overlap=3, labels="sampled", warm_start=2)),
-            (replace(BASE, method="mcl"), dict(beta=0.1, labels="sampled", samples=2)),
-            (replace(BASE, optimizer="adam"), dict(momentum=0.5, nesterov=True)),
-        ],
-    )
-    def test_blind_to_what_is_not_used(self, recipe, changes):
-        assert replace(recipe, **changes).hash == recipe.hash
+    def test_covers_every_field(self):
+        """Also where the method does not use it, or the value is a default: defaults may change."""
+        changes = dict(
+            data="cifar10",
+            preprocess="gcn_zca",
+            subset=300,
+            network="resnet20",
+            network_options={"classes": 7},
+            method="ie",
+            members=4,
+            overlap=2,
+            beta=0.5,
+            labels="sampled",
+            samples=2,
+            sharing=True,
+            share_prob=0.5,
+            warm_start=1,
+            adversarial=0.1,
+            epochs=11,
+            batch_size=64,
+            accumulate=2,
+            optimizer="adam",
+            lr=0.2,
+            momentum=0.8,
+            nesterov=True,
+            weight_decay=1e-4,
+            milestones=((0.5, 0.1),),
+            decay=0.5,
+            decay_steps=7,
+            clip_norm=1.0,
+            validation=0.1,
+        )
+        assert changes.keys() | {"steps"} == {f.name for f in fields(Recipe)}
+        hashes = [replace(BASE, **{name: value}).hash for name, value in changes.items()]
+        hashes += [BASE.hash, replace(BASE, epochs=None, steps=10).hash]
+        assert len(set(hashes)) == len(hashes)
 
-    def test_sees_every_change_of_meaning(self):
-        changes = [
-            dict(),
-            dict(data="cifar10"),
-            dict(preprocess="gcn_zca"),
-            dict(examples=300),
-            dict(network="resnet20"),
-            dict(network_options={"classes": 7}),
-            dict(method="ie"),
-            dict(method="mcl"),
-            dict(members=4),
-            dict(overlap=2),
-            dict(beta=0.5),
-            dict(labels="sampled"),
-            dict(labels="sampled", samples=2),
-            dict(sharing=True),
-            dict(sharing=True, share_prob=0.5),
-            dict(warm_start=1),
-            dict(adversarial=0.1),
-            dict(epochs=11),
-            dict(epochs=None, steps=10),
-            dict(batch_size=64),
-            dict(accumulate=2),
-            dict(optimizer="adam"),
-            dict(optimizer="adamw"),
-            dict(lr=0.2),
-            dict(momentum=0.8),
-            dict(nesterov=True),
-            dict(weight_decay=1e-4),
-            dict(drops=((0.5, 0.1),)),
-            dict(drops=((5, 0.1),)),
-            dict(decay=0.5),
-            dict(clip=1.0),
-            dict(validation=0.1),
-        ]
-        hashes = [replace(BASE, **change).hash for change in changes]
-        assert len(set(hashes)) == len(changes)
+    def test_worked_out_by_hand(self):
+        """The names and values of all fields and the schema's version, whatever the defaults are."""
+        content = json.dumps({"schema": 2, **BASE.to_json()}, sort_keys=True)
+        assert set(json.loads(content)) == {"schema"} | {f.name for f in fields(Recipe)}
+        assert BASE.hash == sha256(content.encode()).hexdigest()[:16]
 
     def test_records_still_match_their_recipes(self):
-        """A changed hash orphans records: whatever is added to a recipe, those it does not concern keep theirs."""
+        """A changed hash orphans records."""
         root = Path(__file__).parents[1]
         records = [*(root / "results" / "records").glob("*.json"), *root.glob("zoo/*/record.json")]
         assert records
@@ -265,30 +255,23 @@ class TestJson:
             network="cnn",
             network_options={"filters": [4, 8]},
             steps=100,
-            drops=[(30, 0.1), (0.75, 0.2)],
-            clip=1.0,
+            milestones=[(30, 0.1), (0.75, 0.2)],
+            clip_norm=1.0,
         )
         back = Recipe.from_json(json.loads(json.dumps(recipe.to_json())))
         assert back == recipe
         assert back.hash == recipe.hash
-        assert back.drops == ((30, 0.1), (0.75, 0.2))
+        assert back.milestones == ((30, 0.1), (0.75, 0.2))
 
     def test_what_a_later_version_wrote(self):
-        with pytest.raises(
-            ValueError, match="recipe fields must be known to this version. Got speed, wings."
-        ):
-            Recipe.from_json({**BASE.to_json(), "wings": 2, "speed": 9})
-
-    def test_as_before_there_were_examples(self):
-        """Or runs of an earlier version could not be resumed."""
-        assert "examples" not in BASE.to_json()
-        few = replace(BASE, examples=300)
-        assert few.to_json()["examples"] == 300
-        assert Recipe.from_json(few.to_json()) == few
+        with pytest.raises(ValueError, match="Recipe has no field 'wings'"):
+            Recipe.from_json({**BASE.to_json(), "wings": 2})
+        with pytest.raises(ValueError, match="recipe must be a JSON object. Got list"):
+            Recipe.from_json([])
 
     def test_what_an_earlier_version_did_not_write(self):
         values = BASE.to_json()
-        del values["clip"]
+        del values["clip_norm"]
         assert Recipe.from_json(values) == BASE
 
 
@@ -309,3 +292,29 @@ def test_frozen():
     recipe = replace(BASE, network_options=options)
     options["classes"] = 4
     assert recipe.network_options == {"classes": 3}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(device="gpu"), "device must be 'auto', 'cpu', 'cuda'.* Got 'gpu'"),
+        (dict(device="cuda:x"), "device must .* Got 'cuda:x'"),
+        (dict(precision="fp8"), "precision must .* Got 'fp8'"),
+        (dict(evaluate_every=-1), "evaluate_every must .* Got -1"),
+        (dict(evaluation_batch=0), "evaluation_batch must .* Got 0"),
+        (dict(max_seconds=0), "max_seconds must .* Got 0"),
+        (dict(workers=2), "Options has no field 'workers'"),
+    ],
+)
+def test_options(values, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Options(**values)
+
+
+@pytest.mark.parametrize("seed", [10**22, -1])
+def test_seeds_that_torch_does_not_take(seed):
+    with pytest.raises(ValueError, match="seed must be between 0 and"):
+        check_seed(seed)
+    with pytest.raises(TypeError, match="seed must be a whole number. Got float"):
+        check_seed(0.5)
+    assert check_seed(np.int32(3)) == 3

@@ -117,7 +117,14 @@ def identical(ours, theirs):
 
 
 RECIPE = Recipe(
-    members=3, overlap=2, labels="sampled", samples=2, steps=20, batch_size=B, lr=0.05, drops=((10, 0.5),)
+    members=3,
+    overlap=2,
+    labels="sampled",
+    samples=2,
+    steps=20,
+    batch_size=B,
+    lr=0.05,
+    milestones=((10, 0.5),),
 )
 
 
@@ -215,7 +222,7 @@ class TestAgainstAPlainLoop:
         assert difference(weights(ours), weights(theirs)) > 1e-4
 
     def test_clipped(self):
-        recipe = replace(RECIPE, clip=0.1)
+        recipe = replace(RECIPE, clip_norm=0.1)
         ours, theirs, free = small(), small(), small()
         run(*make([ours], recipe, [5]), recipe)
         run(*make([free], RECIPE, [5]), RECIPE)
@@ -227,7 +234,7 @@ class TestAgainstAPlainLoop:
 
 class TestRepeats:
     def test_bit_identical_to_each_alone(self):
-        recipe, seeds = replace(RECIPE, clip=0.5), (3, 1, 8)
+        recipe, seeds = replace(RECIPE, clip_norm=0.5), (3, 1, 8)
         together = [small(seed) for seed in seeds]
         run(*make(together, recipe, seeds), recipe)
         for seed, ensemble in zip(seeds, together, strict=True):

@@ -189,7 +189,7 @@ class TestRows:
         assert row["lr"] == 0.05
 
     def test_the_learning_rate_of_the_last_step(self):
-        recipe = replace(RECIPE, drops=((5, 0.1),))
+        recipe = replace(RECIPE, milestones=((5, 0.1),))
         assert [
             row["lr"] for row in fit(small(), data(), recipe=recipe, options=QUIET).rows
         ] == pytest.approx([0.05, 0.005, 0.005, 0.005])
@@ -381,7 +381,7 @@ class TestSharing:
             fit(several, data(), recipe=self.OPEN, seed=[0, 1], options=QUIET)
 
     def test_adversarial_training_with_an_ensemble_that_shares(self):
-        with pytest.raises(ValueError, match="adversarial training must go without sharing"):
+        with pytest.raises(ValueError, match="adversarial training must not share"):
             fit(small(), data(), recipe=replace(self.OPEN, adversarial=0.1), options=QUIET)
 
 
@@ -513,7 +513,7 @@ class TestDivergence:
     @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
     @pytest.mark.parametrize("value", [torch.nan, torch.inf])
     def test_says_where_and_keeps_the_last_good_state(self, tmp_path, value, optimizer):
-        recipe = replace(APART, drops=((6, 0.1),), optimizer=optimizer)
+        recipe = replace(APART, milestones=((6, 0.1),), optimizer=optimizer)
         ensemble = poisoned(7, value)
         with pytest.raises(Diverged) as error:
             fit(ensemble, data(), recipe=recipe, seed=2, out=tmp_path / "a", options=ALWAYS)
@@ -640,7 +640,7 @@ class TestResume:
         assert told(tmp_path) == whole[1]
 
     def test_in_a_warm_start_and_after_it(self, tmp_path):
-        recipe = replace(RECIPE, warm_start=2, optimizer="adamw", clip=0.5)
+        recipe = replace(RECIPE, warm_start=2, optimizer="adamw", clip_norm=0.5)
         ensemble = go(tmp_path / "whole", ensemble=small(), recipe=recipe)
         for number in (6, 12):
             folder = tmp_path / str(number)

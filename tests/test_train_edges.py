@@ -58,7 +58,7 @@ def apart(network=linear, members=2):
 class TestExamples:
     def test_so_many_are_learned_from(self):
         limited, small_set = apart(), apart()
-        recipe = replace(LINEAR, examples=16)
+        recipe = replace(LINEAR, subset=16)
         result = fit(limited, dataset(), recipe=recipe, options=QUIET)
         assert result.steps == 4
         fit(small_set, few(dataset(), 16), recipe=LINEAR, options=QUIET)
@@ -66,14 +66,14 @@ class TestExamples:
         assert few(dataset(), 16).targets.bincount().tolist() == [4, 4, 4, 4]
 
     def test_as_many_as_there_are(self):
-        assert fit(apart(), data(16), recipe=replace(LINEAR, examples=16), options=QUIET).steps == 4
+        assert fit(apart(), data(16), recipe=replace(LINEAR, subset=16), options=QUIET).steps == 4
 
     @pytest.mark.parametrize(
         "train", [data(), DataLoader(TensorDataset(*data()), 8)], ids=["tuple", "loader"]
     )
     def test_of_what_is_no_dataset(self, train):
-        with pytest.raises(TypeError, match=r"train must be a Dataset for recipe.examples. Got"):
-            fit(apart(), train, recipe=replace(LINEAR, examples=16), options=QUIET)
+        with pytest.raises(TypeError, match=r"train must be a Dataset for recipe.subset. Got"):
+            fit(apart(), train, recipe=replace(LINEAR, subset=16), options=QUIET)
 
 
 class TestRows:

@@ -72,14 +72,14 @@ def test_the_best_wins_if_errors_do_not_depend_on_the_length(n, eta, random):
 
 
 def test_shortening_keeps_the_schedule_in_proportion():
-    recipe = replace(BASE, epochs=None, steps=900, drops=((300, 0.1), (0.5, 0.2)), warm_start=30)
+    recipe = replace(BASE, epochs=None, steps=900, milestones=((300, 0.1), (0.5, 0.2)), warm_start=30)
     short = shortened(recipe, 1 / 3)
-    assert (short.steps, short.warm_start, short.drops) == (300, 10, ((100, 0.1), (0.5, 0.2)))
+    assert (short.steps, short.warm_start, short.milestones) == (300, 10, ((100, 0.1), (0.5, 0.2)))
     for step in (0, 99, 100, 149, 150, 299):
         assert short.lr_at(step, 300) == recipe.lr_at(3 * step, 900)
     assert shortened(recipe, 1) is recipe
     assert shortened(replace(recipe, decay=0.5, decay_steps=9), 1 / 3).decay_steps == 3
-    assert shortened(replace(recipe, steps=2, drops=()), 1 / 9).steps == 1
+    assert shortened(replace(recipe, steps=2, milestones=()), 1 / 9).steps == 1
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def tune_command(cmcl, out, *settings):
     [
         ("beta=1", "--set must name a field that is not searched. Got beta. Use --betas."),
         ("validation=0", "Got validation. Use --validation."),
-        ("epoch=3", "--set must name a field of a recipe. Got 'epoch'. Did you mean 'epochs'?"),
+        ("epoch=3", "Recipe has no field 'epoch'. Did you mean 'epochs'?"),
         ("method=ie", "recipe must be a CMCL one"),
         ("data=arrays", "data must be a set that is on disk or needs no file. Got arrays"),
     ],

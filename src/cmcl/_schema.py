@@ -3,12 +3,15 @@
 import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import fields
+from functools import wraps
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 LONGEST = 80  # characters of a received value in a message
+Settings = TypeVar("Settings")
 
 
 class Schema(BaseModel):
@@ -21,6 +24,19 @@ class Schema(BaseModel):
         """The model of JSON values; `source`, such as a path, begins the message of an error."""
         with explained(cls.__name__, tuple(cls.model_fields), source=source):
             return cls.model_validate(values)
+
+
+def explains_errors(settings: type[Settings]) -> type[Settings]:
+    """A pydantic dataclass whose constructor raises the errors of `explained`."""
+    construct, names = settings.__init__, [f.name for f in fields(settings)]  # type: ignore[arg-type]
+
+    @wraps(construct)
+    def explain(self: Settings, *args: Any, **values: Any) -> None:
+        with explained(settings.__name__, names):
+            construct(self, *args, **values)
+
+    settings.__init__ = explain  # type: ignore[assignment, method-assign]
+    return settings
 
 
 @contextmanager
@@ -36,8 +52,9 @@ def explained(title: str, fields: Sequence[str] = (), *, source: object = "") ->
 def _sentence(error: Any, title: str, fields: Sequence[str]) -> str:
     name = ".".join(map(str, error["loc"])) or title
     if error["type"] in UNKNOWN:
-        close = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-        return f"{title} has no field {name!r}.{f' Did you mean {close[0]!r}?' if close else ''}"
+        close = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Its fields are {', '.join(fields)}."
+        return f"{title} has no field {name!r}. {hint}"
     if error["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
         return f"{title} must have a field {name!r}. Got none."
     if "error" in error.get("ctx", {}):  # a ValueError of our own validators, already a whole message

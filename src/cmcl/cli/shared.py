@@ -124,7 +124,7 @@ def engine_options(device: str, precision: str, **more: Any) -> "Options":
     """How a run is carried out."""
     from ..training import Options
 
-    return Options(device=check_device(device), precision=precision, **more)
+    return Options(device=check_device(device), precision=precision, **more)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -1,12 +1,11 @@
 """`cmcl train`: a recipe, changed where the command says so."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,7 +46,7 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Length, in place of the recipe's.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples a step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    examples: Annotated[int | None, typer.Option(help="Learn from so many only.")] = None,
+    subset: Annotated[int | None, typer.Option(help="Train on a subset of so many examples.")] = None,
     validation: Annotated[float | None, typer.Option(help="Share of the training set to hold out.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any other field of the recipe.")
@@ -80,7 +79,7 @@ def train(
         "steps": steps,
         "batch_size": batch_size,
         "lr": lr,
-        "examples": examples,
+        "subset": subset,
         "validation": validation,
     }
     changes = {key: value for key, value in given.items() if value is not None}
@@ -112,22 +111,8 @@ def train(
 
 
 def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
-    """The recipe with these fields; a misspelt name or a value of another kind is an error."""
-    from ..data.files import nearest
-    from ..reproduction.kinds import in_words, is_a
-
-    kinds = {field.name: field.type for field in fields(recipe)}
-    changes = _with_options(recipe, changes)
-    for name, value in changes.items():
-        if name not in kinds:
-            raise ValueError(
-                f"--set must name a field of a recipe. Got {name!r}. {nearest(name, list(kinds))}"
-            )
-        if not is_a(value, kinds[name]):
-            raise ValueError(f"{name} must be {in_words(kinds[name])}. Got {value!r}.")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} must be a finite number. Got {value!r}.")
-    values = {name: _as_written(name, value, kinds[name]) for name, value in changes.items()}
+    """The recipe with these fields; a misspelt name or a value of another type is an error."""
+    values = _with_options(recipe, changes)
     other = {"epochs": "steps", "steps": "epochs"}  # the one length takes the other's place
     values |= {other[name]: None for name in other if name in values and other[name] not in values}
     return replace(recipe, **values)
@@ -142,26 +127,6 @@ def _with_options(recipe: "Recipe", changes: Mapping[str, Any]) -> dict[str, Any
     if not own or not isinstance(whole, Mapping):  # what it is instead is told with the other fields
         return rest
     return rest | {"network_options": {**whole, **own}}
-
-
-def _as_written(name: str, value: Any, kind: Any) -> Any:
-    """1 or 1.0 as recipes write it: the hash must not see a difference where there is none."""
-    if value is None:
-        return None
-    if name == "drops":
-        return _drops(value)
-    return float(value) if float in (kind, *get_args(kind)) else value
-
-
-def _drops(pairs: Any) -> list[tuple[float, float]]:
-    """When the learning rate falls, a step (a whole number) or a share of the run; and by what factor."""
-    from ..reproduction.kinds import is_a
-
-    if not all(
-        isinstance(pair, list) and len(pair) == 2 and all(is_a(n, float) for n in pair) for pair in pairs
-    ):
-        raise ValueError(f"drops must be pairs of numbers, such as [[0.5, 0.1]]. Got {pairs}.")
-    return [(int(when) if when == int(when) else when, float(factor)) for when, factor in pairs]
 
 
 def changed_name(name: str, base: "Recipe", changed: "Recipe") -> str:
@@ -223,10 +188,10 @@ def _refuse_recorded(results: Path, folder: Path, name: str, recipe: "Recipe", s
 def _tell_absent_classes(recipe: "Recipe") -> None:
     """Few examples are drawn from the classes in turn: fewer than classes leave some out."""
     _, classes = SETS.get(recipe.data or "", (None, []))
-    if recipe.examples is None or classes == FOREGROUND:  # of pixels, one image has both
+    if recipe.subset is None or classes == FOREGROUND:  # of pixels, one image has both
         return
-    if (absent := len(classes) - recipe.examples) > 0:
-        few = f"{recipe.examples} example{'s leave' if recipe.examples > 1 else ' leaves'}"
+    if (absent := len(classes) - recipe.subset) > 0:
+        few = f"{recipe.subset} example{'s leave' if recipe.subset > 1 else ' leaves'}"
         note(f"{recipe.data} has {len(classes)} classes: {few} out {absent} of them.")
 
 

@@ -122,7 +122,7 @@ def _groups(records: Sequence[Record]) -> list[list[Record]]:
 
 def kind(record: Record) -> str:
     """What must be the same for two runs to be compared."""
-    keys = ("data", "network", "network_options", "preprocess", "examples", "validation")
+    keys = ("data", "network", "network_options", "preprocess", "subset", "validation")
     recipe = [record.recipe.get(key) for key in keys]
     own = record.network and record.network["digest"]  # the recipe has no name for it
     alike = [*recipe, own, record.task, record.steps, record.test_examples, record.checksums]

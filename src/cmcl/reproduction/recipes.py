@@ -28,7 +28,7 @@ CNN = Recipe(
     lr=0.01,
     nesterov=True,
     weight_decay=5e-4,
-    drops=((0.3, 0.2), (0.6, 0.2), (0.8, 0.2)),
+    milestones=((0.3, 0.2), (0.6, 0.2), (0.8, 0.2)),
 )
 # What the program does at test gives errors well above the paper's, this comes near them
 # (docs/reproduction.md, results/dropout-at-test-h200.txt). The training is the same.
@@ -39,7 +39,7 @@ VGGNET = replace(
     steps=39_063,
     batch_size=128,
     lr=0.1,
-    drops=((0.25, 0.2), (0.5, 0.2), (0.75, 0.2)),
+    milestones=((0.25, 0.2), (0.5, 0.2), (0.75, 0.2)),
 )
 GOOGLENET = replace(VGGNET, network="googlenet18")
 RESNET = replace(
@@ -48,7 +48,7 @@ RESNET = replace(
     steps=64_000,
     nesterov=False,
     weight_decay=1e-4,
-    drops=((0.5, 0.1), (0.75, 0.1)),
+    milestones=((0.5, 0.1), (0.75, 0.1)),
 )
 # The paper's text whitens both sets; what it really did to SVHN was never published. Not whitened here: SVHN
 # has little fine structure, and whitened it had half as many errors again on held-out images
@@ -97,7 +97,7 @@ DIGITS = Recipe(
 # about what silence is worth to CMCL. Chosen on seeds 0 to 4, on training images not among the 300.
 DIGITS300 = replace(
     DIGITS,
-    examples=300,
+    subset=300,
     network_options={**DIGITS.network_options, "dropout": 0.0},
     epochs=60,
     batch_size=30,
@@ -168,7 +168,7 @@ def _small() -> Iterator[tuple[str, Recipe]]:
         yield f"{stem}-ie", base
         yield f"{stem}-mcl", replace(base, method="mcl")
         yield f"{stem}-cmcl", replace(base, overlap=3, **BOTH)
-    half = replace(SHAPES, examples=160, beta=0.1)  # the demo's; with 0.75 one member wins all
+    half = replace(SHAPES, subset=160, beta=0.1)  # the demo's; with 0.75 one member wins all
     for stem, base in (("shapes", SHAPES), ("shapes-160", half)):
         yield f"{stem}-single", replace(base, members=1)
         yield from _dense(stem, replace(base, members=3), 3, {})

@@ -185,7 +185,7 @@ def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
     train, test = (data.load(recipe.data, split=split, root=root) for split in ("train", "test"))
     outside = load_outside(recipe.data, root)
     checksums = {"train": train.checksum, "test": test.checksum}
-    train = train if recipe.examples is None else few(train, recipe.examples)
+    train = train if recipe.subset is None else few(train, recipe.subset)
     if preset is None:
         return Sets(train, test, test.images, outside, None, checksums)
     pictures = test.images

@@ -68,7 +68,9 @@ def shortened(recipe: Recipe, share: float) -> Recipe:
         steps=recipe.steps and max(1, round(recipe.steps * share)),
         warm_start=round(recipe.warm_start * share),
         decay_steps=recipe.decay_steps and max(1, round(recipe.decay_steps * share)),
-        drops=tuple((max(1, round(when * share)) if when >= 1 else when, by) for when, by in recipe.drops),
+        milestones=tuple(
+            (max(1, round(when * share)) if when >= 1 else when, by) for when, by in recipe.milestones
+        ),
     )
 
 

@@ -8,7 +8,7 @@ _HOME = {
     "fit": "train",
     "evaluate": "scoring",
     "Recipe": "config",
-    "Options": "setup",
+    "Options": "config",
     "Result": "run",
     "Interrupted": "keeper",
     "Diverged": "run",
@@ -17,10 +17,10 @@ __getattr__, __dir__ = attach(__name__, _HOME)
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
+    from .config import Options as Options
     from .config import Recipe as Recipe
     from .keeper import Interrupted as Interrupted
     from .run import Diverged as Diverged
     from .run import Result as Result
     from .scoring import evaluate as evaluate
-    from .setup import Options as Options
     from .train import fit as fit

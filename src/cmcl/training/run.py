@@ -20,12 +20,12 @@ from ..objectives import TaskLoss
 from ..telling import tell
 from .admission import check_kind, check_scored, first_answers
 from .capture import Captured, captured
-from .config import Recipe
+from .config import Options, Recipe
 from .keeper import Keeper
 from .optimizer import set_lr
 from .progress import Progress
 from .scoring import AUTO, evaluate, resolved
-from .setup import Data, Options, find_device, hold_out, limited, place
+from .setup import Data, find_device, hold_out, limited, place
 from .source import Resident, source_of
 from .state import State
 from .step import Step
@@ -80,7 +80,7 @@ class Run:
         self.device = find_device(options.device)
         self.loaded_size = train.batch_size if isinstance(train, DataLoader) else None
         check_kind("train", train)
-        train, held_out = hold_out(limited(train, recipe.examples), recipe.validation)
+        train, held_out = hold_out(limited(train, recipe.subset), recipe.validation)
         self.held_out = held_out or test  # what is looked at on the way
         place(ensembles, train, self.device)
         self.source, (images, targets) = source_of(train, ensembles[0], recipe, seeds, self.device)
@@ -247,7 +247,7 @@ class Run:
                 raise Diverged(
                     f"{self._whose(seed)}the loss of member {members}, or its gradient, is NaN or infinite "
                     f"at step {step}, with lr {self._lr(step):.3g}. The weights are those before it; so is a "
-                    "checkpoint, if there is one. Try a smaller lr, clip=1, or precision='float32'"
+                    "checkpoint, if there is one. Try a smaller lr, clip_norm=1, or precision='float32'"
                     f"{self._suspect()}."
                 )
 

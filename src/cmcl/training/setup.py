@@ -6,48 +6,21 @@ N examples, M members.
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import _checks
 from ..data.arrays import looks_channels_last
 from ..data.batches import epoch_seed
 from ..data.dataset import Dataset, few, split_validation
 from ..data.steps import MeanStd
 from ..ensemble import Ensemble
 from ..telling import private_torch, tell
+from .config import Options
 
 Data = Dataset | tuple[Tensor, Tensor] | DataLoader[Any]
-
-PRECISIONS = ("auto", "bf16", "float32")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a run is carried out: it changes no result, but for rounding and what is drawn at random.
-
-    Compiled code, and another kind of device, draw other masks, labels and dropout from the same seed.
-    """
-
-    device: str = "auto"  # a GPU if there is one
-    precision: str = "auto"  # "bf16" on CUDA, over float32 weights; "float32" elsewhere
-    compile: bool | None = None  # None: on CUDA
-    capture: bool | None = None  # the step in a CUDA graph; None: on CUDA, for data kept on the device
-    deterministic: bool = False  # the same weights again on the same GPU; slower
-    evaluate_every: int = 0  # epochs; 0: at the end
-    evaluation_batch: int = 1000
-    checkpoint_seconds: float = 60.0
-    quiet: bool = False
-    tensorboard: bool = False
-
-    def __post_init__(self) -> None:
-        _checks.choice("precision", self.precision, PRECISIONS)
-        _checks.at_least(0, evaluate_every=self.evaluate_every)
-        _checks.at_least(1, evaluation_batch=self.evaluation_batch)
 
 
 def find_device(name: str) -> torch.device:
@@ -117,11 +90,11 @@ def _patched(path: str, **values: Any) -> AbstractContextManager[Any]:
 
 
 def limited(train: Data, count: int | None) -> Data:
-    """What `recipe.examples` leaves of a `Dataset`; nothing to do where the caller saw to it."""
+    """What `recipe.subset` leaves of a `Dataset`; nothing to do where the caller saw to it."""
     if count is None or (not isinstance(train, DataLoader) and len(tensors(train)[0]) == count):
         return train
     if not isinstance(train, Dataset):
-        raise TypeError(f"train must be a Dataset for recipe.examples. Got {type(train).__name__}.")
+        raise TypeError(f"train must be a Dataset for recipe.subset. Got {type(train).__name__}.")
     return few(train, count)
 
 

@@ -62,7 +62,7 @@ class Step:
             calls = [partial(self._loss, repeat, piece) for repeat in range(len(self.ensembles))]
             totals = self.repeats(calls)  # R scalars; repeats share no weights, so their sum is R trainings
             torch.stack(totals).sum().backward()
-        norms = [_clip(ensemble, self.recipe.clip) for ensemble in self.ensembles]
+        norms = [_clip(ensemble, self.recipe.clip_norm) for ensemble in self.ensembles]
         for norm, tally in zip(norms, self.tallies, strict=True):
             tally.count_step(norm)
         # Once a loss is NaN or infinite, fused optimisers skip their update: the last good weights stay, and

@@ -6,10 +6,10 @@ from pathlib import Path
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from .admission import fitting, repeats
-from .config import Recipe
+from .config import Options, Recipe
 from .run import Result, Run
 from .scoring import AUTO
-from .setup import Data, Options, settings
+from .setup import Data, settings
 
 
 def fit(
