@@ -546,9 +546,9 @@ class TestNames:
     def test_a_network_with_more_outputs_than_names(self, cmcl, trained, pictures, tmp_path):
         """It was made for ten classes and learned two: those are known by name all the same."""
         arguments = pictures("three", "seven")
-        shutil.copytree(trained / "ensemble", tmp_path / "mine")
-        config = json.loads((tmp_path / "mine" / "config.json").read_text())
-        (tmp_path / "mine" / "config.json").write_text(json.dumps(config | {"classes": ["one", "seven"]}))
+        mine = package.load(trained)
+        mine.classes = ("one", "seven")
+        mine.save(tmp_path / "mine")
         code, _, err = cmcl("evaluate", tmp_path / "mine", *arguments, "--json")
         assert code == 2
         assert "must have classes that the ensemble knows by name. Got three." in err

@@ -1,8 +1,6 @@
 """The scikit-learn estimator keeps scikit-learn's contract, and is the ensemble it says it is."""
 
-import json
 import pickle
-from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -327,23 +325,6 @@ class TestSaved:
         model.ensemble_.save(tmp_path)
         probs = cmcl.load(tmp_path).predict(torch.from_numpy(X)).probs
         assert probs.numpy() == pytest.approx(model.predict_proba(X))
-
-    def test_of_before_it_was_described(self, iris, tmp_path):
-        X, y = iris
-        model = small(epochs=1).fit(X, y)
-        model.ensemble_.save(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        config["members"] = [{"network": None, "class": "Sequential"}] * 3
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="holds 'Sequential', which is not .* Pass network="):
-            cmcl.load(tmp_path)
-
-        def network():
-            layers = {"hidden": nn.Linear(4, 64), "relu": nn.ReLU(), "classify": nn.Linear(64, 3)}
-            return nn.Sequential(OrderedDict(layers))
-
-        x = torch.from_numpy(X)
-        assert cmcl.load(tmp_path, network=network).predict(x).probs.equal(model.ensemble_.predict(x).probs)
 
 
 def own_network():
