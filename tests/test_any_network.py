@@ -12,7 +12,7 @@ from torch import nn
 
 import cmcl
 from cmcl import Ensemble
-from cmcl.split import split
+from cmcl.splitting import split
 from lookalikes import KINDS, TutorialCNN, images, mlp, vectors
 
 

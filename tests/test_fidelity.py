@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import cmcl
 from cmcl import Ensemble, shareable_layers
 from cmcl.pretrained import SharedStemEnsemble
-from cmcl.tracing import CannotCutError
+from cmcl.splitting import CannotSplitError
 
 
 class Swish(torch.autograd.Function):
@@ -131,7 +131,7 @@ def test_outputs_and_gradients_are_those_of_the_whole(part, place, mode):
 @pytest.mark.parametrize("part", [Doubles, Tries])
 def test_what_tracing_takes_for_something_else_is_found_out(part, mode):
     ensemble = Ensemble(around(part), 2, share_after="0").train(mode)
-    with pytest.raises(CannotCutError, match="in two pieces its outputs are others"):
+    with pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
         ensemble(torch.randn(6, 4))
 
 
@@ -156,13 +156,13 @@ class Root(nn.Module):
     ],
 )
 def test_refused_where_it_cannot_be_kept_whole(middle, reason):
-    with pytest.raises(CannotCutError, match=reason):
+    with pytest.raises(CannotSplitError, match=reason):
         Ensemble(lambda: Root(middle), 2, share_after="a")
 
 
 def test_gradients_of_what_does_nothing():
     ensemble = Ensemble(lambda: Root(Reverse.apply), 2, share_after="a")
-    with pytest.raises(CannotCutError, match="in two pieces its gradients are others"):
+    with pytest.raises(CannotSplitError, match="in two pieces its gradients are others"):
         ensemble(torch.randn(3, 4))
 
 
@@ -206,13 +206,13 @@ def replaced():
 )
 def test_what_surrounds_forward(build, reason):
     """Around the place it is refused, elsewhere such a part is kept whole, hook and all."""
-    with pytest.raises(CannotCutError, match=f"{reason}.* which a cut through it would leave out"):
+    with pytest.raises(CannotSplitError, match=f"{reason}.* which a split inside it would leave out"):
         Ensemble(build, 2, share_after="0")
 
     def outer():
         return nn.Sequential(nn.Linear(4, 4), build())
 
-    with pytest.raises(CannotCutError, match=reason):
+    with pytest.raises(CannotSplitError, match=reason):
         Ensemble(outer, 2, share_after="1.0")
     ensemble = Ensemble(outer, 2, share_after="0", share_at_test="off").eval()
     x = torch.randn(3, 4)
@@ -233,7 +233,7 @@ class Logs(nn.Module):
 
 def test_lists_are_put_back():
     network = Logs()
-    with pytest.raises(CannotCutError, match="its forward assigns 'log'"):
+    with pytest.raises(CannotSplitError, match="its forward assigns 'log'"):
         Ensemble([network, Logs()], share_after="a")
     assert network.log == []
     assert network.seen == set()
@@ -251,7 +251,7 @@ class TwiceInTraining(nn.Module):
 
 def test_calls_are_counted_in_both_modes():
     place = shareable_layers(TwiceInTraining(), torch.randn(2, 4))[0]
-    assert place.problem == "it is called 2 times in forward, and must be called once"
+    assert place.problem == "it must be called once in forward, not 2 times"
 
 
 class Knot(nn.Module):
@@ -270,7 +270,7 @@ class Knot(nn.Module):
 
 
 def test_a_part_of_the_stem_that_is_used_again():
-    with pytest.raises(CannotCutError, match=r"'block.0' is used before and after it"):
+    with pytest.raises(CannotSplitError, match=r"'block.0' is used before and after it"):
         SharedStemEnsemble(Knot, 2, stem="block")
 
 
@@ -282,7 +282,7 @@ def test_nothing_is_touched():
     before = {key: value.clone() for key, value in ensemble.state_dict().items()}
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     ensemble.check(x)
-    assert ensemble._checked == {True}
+    assert ensemble._unverified == {False}
     assert torch.get_rng_state().equal(states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
@@ -293,7 +293,7 @@ def test_nothing_is_touched():
 @pytest.mark.parametrize("around_it", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_also_where_no_gradients_are_wanted(around_it):
     ensemble = Ensemble(around(Doubles), 2, share_after="0").eval()
-    with around_it(), pytest.raises(CannotCutError, match="in two pieces its outputs are others"):
+    with around_it(), pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
         ensemble(torch.randn(3, 4))
     ensemble = Ensemble(around(Act), 2, share_after="0").eval()
     with around_it():
@@ -303,7 +303,7 @@ def test_also_where_no_gradients_are_wanted(around_it):
 def test_one_stem_is_checked_too():
     for freeze, mode in product((False, True), repeat=2):
         ensemble = SharedStemEnsemble(around(Doubles), 2, stem="0", freeze=freeze).train(mode)
-        with pytest.raises(CannotCutError, match="after '0': in two pieces its outputs are others"):
+        with pytest.raises(CannotSplitError, match="after '0': in two pieces its outputs are others"):
             ensemble(torch.randn(3, 4))
 
 
@@ -319,7 +319,7 @@ def test_a_frozen_stem_is_compared_as_it_was_cut():
 
 def test_every_kind_of_member_is_checked():
     ensemble = Ensemble([around(nn.ReLU)(), Other()], share_after="0")
-    with pytest.raises(CannotCutError, match="Other cannot be cut after '0': in two pieces its outputs"):
+    with pytest.raises(CannotSplitError, match="Other cannot be split after '0': in two pieces its outputs"):
         ensemble(torch.randn(3, 4))
 
 
@@ -341,7 +341,7 @@ def test_only_logits_count():
             return {"logits": self.b(self.part(h)), "h": 1000 * h}
 
     ensemble = Ensemble(Talks, 2, share_after="a", output=lambda answer: answer["logits"])
-    with pytest.raises(CannotCutError, match="in two pieces its outputs are others"):
+    with pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
         ensemble(torch.randn(3, 4))
 
 
@@ -374,7 +374,7 @@ def test_generators_of_ones_own(part):
         )
     ensemble = Ensemble(around(part), 2, share_after="0", share_prob=0.0)
     x = torch.randn(3, 4)
-    told = pytest.warns(UserWarning, match="was not found out: it does not repeat itself")
+    told = pytest.warns(UserWarning, match="not verified .*: it does not repeat itself")
     with told if part is not OwnDice else nullcontext():
         ensemble(x)
     assert len({tuple(ensemble(x)[0].flatten().tolist()) for _ in range(20)}) > 1
@@ -397,7 +397,7 @@ def test_checkpointing_around_the_ensemble():
     x = torch.randn(6, 4, requires_grad=True)
     checkpoint(ensemble, x, use_reentrant=False).sum().backward()
     assert all(p.grad is not None for p in ensemble.parameters())
-    assert ensemble._checked == {True}
+    assert ensemble._unverified == {False}
 
 
 def test_nothing_to_judge_is_not_judged_for_ever():
@@ -405,8 +405,8 @@ def test_nothing_to_judge_is_not_judged_for_ever():
     for too_few in (0, 1):
         with suppress(ValueError):  # batch normalisation's own
             ensemble(torch.randn(too_few, 4))
-    assert ensemble._checked == set()
-    with pytest.raises(CannotCutError, match="in two pieces"):
+    assert ensemble._unverified == {True, False}
+    with pytest.raises(CannotSplitError, match="in two pieces"):
         ensemble(torch.randn(2, 4))
 
 
@@ -416,7 +416,7 @@ def test_a_head_that_starts_at_zero_hides_nothing():
         nn.init.zeros_(network.b.weight)
         return network
 
-    with pytest.raises(CannotCutError, match="in two pieces its gradients are others"):
+    with pytest.raises(CannotSplitError, match="in two pieces its gradients are others"):
         Ensemble(build, 2, share_after="a")(torch.randn(3, 4))
 
 
@@ -428,7 +428,7 @@ def test_sparse_gradients_and_other_default_types():
     ensemble = Ensemble(build, 2, share_after="0")
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(CannotCutError, match="in two pieces its outputs are others"):
+        with pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
             ensemble(torch.randint(9, (3, 2)))
     finally:
         torch.set_default_dtype(before)
@@ -441,7 +441,7 @@ def test_too_little_memory_is_no_fault_of_the_cut(monkeypatch):
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(ensemble, "_in_pieces", fail)
-    with pytest.warns(UserWarning, match="Sequential was cut after '0'; .* there is not enough memory"):
+    with pytest.warns(UserWarning, match="Sequential was split after .0.,.* there is not enough memory"):
         assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
 
 
@@ -457,7 +457,7 @@ def test_too_little_memory_for_the_whole():
 
     ensemble = Ensemble(around(Hungry), 2, share_after="0")
     Hungry.calls = 0
-    with pytest.warns(UserWarning, match="was not found out: there is not enough memory"):
+    with pytest.warns(UserWarning, match="not verified .*: there is not enough memory"):
         ensemble(torch.randn(3, 4))
 
 
@@ -472,7 +472,7 @@ def test_a_network_that_cannot_be_copied_is_not_judged_and_that_is_said():
     ensemble = Ensemble(
         [nn.Sequential(nn.Linear(4, 5), Alone(), nn.Linear(5, 3)) for _ in range(2)], share_after="0"
     )
-    with pytest.warns(UserWarning, match="was not found out: it cannot be copied .there is only one of me"):
+    with pytest.warns(UserWarning, match="not verified .*: it cannot be copied .there is only one of me"):
         ensemble(torch.randn(3, 4))
     ensemble(torch.randn(3, 4))  # said once
 
@@ -489,7 +489,7 @@ def test_a_network_that_asks_for_more_than_two_examples():
     ensemble = Ensemble(around(Eight), 2, share_after="0", share_prob=0.0)
     for member in ensemble.members:
         member[1].sign = -1  # traced as 1
-    with pytest.raises(CannotCutError, match="in two pieces its outputs are others"):
+    with pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
         ensemble(torch.randn(8, 4))
 
 

@@ -103,7 +103,7 @@ WRONG = {
     "sharing before the stem's end": (
         dict(head="fc", stem="layer1", share_after="bn1"),
         ValueError,
-        "it is not called after 'layer1', and must be later",
+        "share_after must come after weights of the members' own. Got 'bn1'",
     ),
     "no weights in between": (
         dict(head="fc", stem="bn1", share_after="maxpool"),
@@ -397,7 +397,7 @@ def test_a_network_from_scratch():
 def test_our_networks():
     ensemble = SharedStemEnsemble(cmcl.networks.resnet20, 2, stem="stem")
     assert ensemble(images(2)).shape == (2, 2, 10)
-    with pytest.raises(ValueError, match="FCN|SplitNetwork cannot be cut"):
+    with pytest.raises(ValueError, match="FCN|SplitNetwork cannot be split"):
         SharedStemEnsemble(cmcl.networks.fcn, 2, stem="stem")
 
 

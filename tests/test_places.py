@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import cmcl
 from cmcl import Ensemble, shareable_layers
 from cmcl.cli.layers import places as places_command
-from cmcl.split import split
+from cmcl.splitting import split
 from lookalikes import KINDS, ResNet, UNet, images, mlp, vectors
 
 
@@ -29,7 +29,7 @@ def test_the_suggestion(name):
     place = suggested(shareable_layers(network(), inputs()))
     assert place.name == expected
     assert place.problem is None
-    assert not place.crossed
+    assert not place.bypassed
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -42,10 +42,10 @@ def test_every_place_offered_can_be_cut_and_the_others_cannot(name):
             h, rest = halves.stem(net, x)
             assert tuple(h.shape[1:]) == place.shape
             tensors = [value for value in rest if isinstance(value, torch.Tensor)]
-            assert place.crossed or all(t.equal(x) or not t.is_floating_point() for t in tensors), place
+            assert place.bypassed or all(t.equal(x) or not t.is_floating_point() for t in tensors), place
             torch.testing.assert_close(halves.trunk(net, h, rest), net(x))
         elif place.shape is not None:
-            with pytest.raises(ValueError, match="cannot be cut"):
+            with pytest.raises(ValueError, match="cannot be split"):
                 split(net, place.name)
 
 
@@ -57,15 +57,15 @@ def test_why_not():
     places = by_name(shareable_layers(ResNet(), images()))
     assert places["layer1.0.relu"].problem == "it is called 2 times"
     assert places["fc"].problem == "it is the network's output"
-    assert places["layer1.0.conv1"].crossed
-    assert not places["layer1.0"].crossed
+    assert places["layer1.0.conv1"].bypassed
+    assert not places["layer1.0"].bypassed
     assert places["layer2"].shape == (16, 4, 4)
 
 
 def test_skips_pass_by_all_of_a_u_net_but_its_first_level():
     places = by_name(shareable_layers(UNet(), images()))
-    assert not places["down1"].crossed
-    assert all(places[name].crossed for name in ("pool", "down2", "bottom", "up2", "merge2", "up1"))
+    assert not places["down1"].bypassed
+    assert all(places[name].bypassed for name in ("pool", "down2", "bottom", "up2", "merge2", "up1"))
 
 
 def test_other_outputs_and_dead_ends():
@@ -139,7 +139,7 @@ def test_inside_a_part_that_cannot_be_traced(part):
     places = by_name(shareable_layers(network, x))
     assert [name for name in places if places[name].problem is None] == ["0", "1", "2"]
     assert places[inside].problem.startswith("torch.fx cannot trace '2', which holds it (")
-    with pytest.raises(ValueError, match=f"cannot be cut after '{inside}': torch.fx cannot trace it"):
+    with pytest.raises(ValueError, match=f"cannot be split after '{inside}': torch.fx cannot trace it"):
         Ensemble(build, 2, share_after=inside)
     for name in ("0", "1", "2"):
         ensemble = Ensemble(build, 2, share_after=name, share_at_test="off").eval()
@@ -164,7 +164,7 @@ def test_one_of_two_branches():
     network = Branches()
     network(x)
     places = by_name(shareable_layers(network, x))
-    assert [places[name].crossed for name in ("wide", "narrow", "act")] == [True, True, False]
+    assert [places[name].bypassed for name in ("wide", "narrow", "act")] == [True, True, False]
     assert places["act"].suggested
 
 
@@ -200,7 +200,7 @@ def test_both_modes_count():
         with pytest.raises(ValueError, match="torch.fx cannot trace it"):
             Ensemble(Stochastic, 2, share_after=place.name)
     places = by_name(shareable_layers(SkipsInTraining().eval(), vectors()))
-    assert [places[name].crossed for name in ("a", "act")] == [False, True]
+    assert [places[name].bypassed for name in ("a", "act")] == [False, True]
 
 
 def test_weights_are_no_features():
@@ -232,7 +232,7 @@ def test_torchscript_parts_are_places():
 def test_our_networks_are_cut_where_the_paper_says(name):
     place = suggested(shareable_layers(cmcl.networks.NETWORKS[name](), images(1)))
     assert place.name == "stem"
-    assert place.crossed == (name == "fcn")
+    assert place.bypassed == (name == "fcn")
 
 
 @pytest.mark.parametrize("name", ["vggnet17", "resnet20"])
@@ -270,7 +270,7 @@ def test_any_pattern_of_skips(skips):
         place = places[f"layers.{i}"]
         later = [skip for skip in skips[i:] if skip is not None]
         assert place.problem is None
-        assert place.crossed == any(1 <= skip <= i for skip in later)
+        assert place.bypassed == any(1 <= skip <= i for skip in later)
         halves = split(net, place.name)
         torch.testing.assert_close(halves.trunk(net, *halves.stem(net, x)), net(x))
 

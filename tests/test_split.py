@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cmcl import Ensemble
-from cmcl.split import split
+from cmcl.splitting import split
 
 
 class Block(nn.Module):
@@ -157,8 +158,8 @@ CANNOT = {
         "a",
         "torch.fx cannot trace it .*two methods, stem\\(x\\) and trunk\\(h\\)",
     ),
-    "called twice": (Reuses, "act", "called 2 times in forward, and must be called once"),
-    "never called": (Reuses, "unused", "called 0 times in forward"),
+    "called twice": (Reuses, "act", "must be called once in forward, not 2 times"),
+    "never called": (Reuses, "unused", "must be called once in forward, not 0 times"),
     "its output is not used": (Reuses, "logger", "nothing after it uses its output"),
 }
 
@@ -275,7 +276,7 @@ def test_refusing_leaves_the_network_as_it_was(build):
 
     network = build()
     before = attributes(network)
-    with pytest.raises(ValueError, match=f"{build.__name__} cannot be cut after 'a'"):
+    with pytest.raises(ValueError, match=f"{build.__name__} cannot be split after 'a'"):
         split(network, "a")
     assert attributes(network) == before
     assert network.state_dict().keys() == build().state_dict().keys()
@@ -404,7 +405,7 @@ def test_no_grad_stays_no_grad(name, around):
 
 
 def test_logits_are_no_features():
-    with pytest.raises(ValueError, match="cannot be cut after 'head': it is the network's output"):
+    with pytest.raises(ValueError, match="cannot be split after 'head': it is the network's output"):
         Ensemble(HeadOutside, 2, share_after="head")
 
 
@@ -421,3 +422,54 @@ def test_features_must_be_tensors():
         TypeError, match="features must be tensors. Got tuple from member 0; share after a module"
     ):
         Ensemble(Recurrent, 2, share_after="rnn")(torch.zeros(2, 4))
+
+
+def functions(ensemble):
+    """How many functions a training loop compiles for the members."""
+    return len({*ensemble.stems, *ensemble.trunks})
+
+
+@pytest.mark.parametrize("members", [5, 10])
+@pytest.mark.parametrize("share_after", [None, "blocks.0", "body.1", "act"])
+def test_members_alike_share_one_stem_and_one_trunk(members, share_after):
+    assert functions(Ensemble(Net, members, share_after=share_after)) == 2
+    assert functions(Ensemble(Quiet, members, share_after="second")) == 2
+
+
+class Scaled(nn.Module):
+    """Decides in Python, by an attribute: the trace freezes it, so members must not share it."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.a, self.act, self.b, self.scale = nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3), scale
+
+    def forward(self, x):
+        h = self.act(self.a(x))
+        return self.b(h * self.scale if self.scale > 1 else h)
+
+
+def test_members_that_differ_have_functions_of_their_own():
+    ensemble = Ensemble([Scaled(1), Scaled(2), Scaled(3), Scaled(2)], share_after="act", share_at_test="off")
+    assert len(set(ensemble.stems)) == 1
+    assert len(set(ensemble.trunks)) == 3
+    x = torch.randn(5, 4)
+    alone = torch.stack([member(x) for member in ensemble.eval().members])
+    torch.testing.assert_close(ensemble(x), alone)
+    mixed = Ensemble(
+        [Scaled(1), nn.Sequential(OrderedDict(a=nn.Linear(4, 5), act=nn.ReLU(), b=nn.Linear(5, 3)))]
+    )
+    assert functions(mixed) == 2, "without sharing, a trunk is the member itself"
+
+
+def test_one_compilation_serves_all_members():
+    torch.compiler.reset()
+    ensemble, x, graphs = Ensemble(Net, 5, share_after="body.1").eval(), torch.randn(2, 3, 6, 6), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    fast = {function: torch.compile(function, backend=count, dynamic=False) for function in ensemble.stems}
+    for stem, member in zip(ensemble.stems, ensemble.members, strict=True):
+        torch.testing.assert_close(fast[stem](member, x), stem(member, x))
+    assert len(graphs) == 1

@@ -17,8 +17,8 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "share_features": "sharing",
     "Ensemble": "ensemble",
     "Prediction": "ensemble",
-    "shareable_layers": "places",
-    "Place": "places",
+    "shareable_layers": "splitting",
+    "Layer": "splitting",
     "from_pretrained": "pretrained",
     "SharedStemEnsemble": "pretrained",
     "load": "serialization",
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     from .objectives import confident_oracle_loss as confident_oracle_loss
     from .objectives import independent_loss as independent_loss
     from .objectives import oracle_loss as oracle_loss
-    from .places import Place as Place
-    from .places import shareable_layers as shareable_layers
     from .pretrained import SharedStemEnsemble as SharedStemEnsemble
     from .pretrained import from_pretrained as from_pretrained
     from .reproduction.own import record as record
     from .serialization import load as load
     from .sharing import share_features as share_features
+    from .splitting import Layer as Layer
+    from .splitting import shareable_layers as shareable_layers
     from .training import Diverged as Diverged
     from .training import Interrupted as Interrupted
     from .training import Options as Options

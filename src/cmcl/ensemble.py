@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from . import _checks
-from .data.transform import Transform
-from .fidelity import can_compare, check_cut
 from .metrics import entropy
 from .sharing import MODES, share_features
-from .split import Stem, Trunk, split
+from .splitting import Split, Stem, Trunk, can_verify, split, verify
 
 Network = Callable[[], nn.Module] | Sequence[nn.Module]
 Output = Callable[[Any], Tensor]  # what a member returns -> its logits (B, C, ...)
@@ -61,7 +59,8 @@ class Ensemble(nn.Module):
     classes: Sequence[str] | None = None  # their names, if known; `fit` sets them
     stems: list[Stem]  # of each member: stem(member, x) -> (features h, rest)
     trunks: list[Trunk]  # of each member: trunk(member, h, rest) -> output
-    shared_stem: Stem | None = None  # run once, on member 0, before all stems (see SharedStemEnsemble)
+    shared_stem: Stem | None = None  # runs once, with member 0, before the stems (see SharedStemEnsemble)
+    freeze = False  # whether the shared stem is frozen
 
     def __init__(
         self,
@@ -79,9 +78,9 @@ class Ensemble(nn.Module):
         self.members = nn.ModuleList(_distinct(build_members(network, members)))
         self._share_after, self.output = share_after, output
         self.share_prob, self.share_at_test = float(share_prob), share_at_test
-        self.transform: Transform | None = None  # from raw images to inputs; saved with the ensemble
+        self.transform: Any = None  # raw images -> inputs, of cmcl.data; saved with the ensemble
         self.run: Callable[[list[partial[Any]]], list[Any]] = in_turn  # to be removed with its last user
-        self._split()
+        self._set_pieces()
 
     @property
     def share_after(self) -> str | None:
@@ -128,7 +127,7 @@ class Ensemble(nn.Module):
     def check(self, x: Tensor) -> None:
         """Raise if x cannot be an input, or if a member computes something else in two pieces."""
         _checks.same_device("x", _checks.inputs(x, self.transform), next(self.parameters(), x))
-        self._check_split(x)
+        self._verify(x)
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
@@ -156,7 +155,8 @@ class Ensemble(nn.Module):
 
     def transformed(self, x: Tensor) -> Tensor:
         """Inputs as the networks see them: uint8 images go through `self.transform`, others stay."""
-        return _checks.fitted(self.transform).transform(x) if x.dtype == torch.uint8 else x
+        inputs: Tensor = _checks.fitted(self.transform).transform(x) if x.dtype == torch.uint8 else x
+        return inputs
 
     def save(self, path: str | Path, *, with_transform: bool = False) -> None:
         """Write a folder for `cmcl.load`, never a pickle; a large transform only if `with_transform`."""
@@ -170,29 +170,38 @@ class Ensemble(nn.Module):
         count = f"{len(self.members)} members, {sum(p.numel() for p in self.parameters()):,} parameters"
         return f"{count}, features {shared if self.share_after else 'not shared'}"
 
-    def _split(self) -> None:
-        self._halves = [split(member, self.share_after) for member in self.members]
-        self.stems = [halves.stem for halves in self._halves]
-        self.trunks = [halves.trunk for halves in self._halves]
-        self._checked: set[bool] = set()  # modes, train and eval
+    def _split(self) -> list[Split]:
+        return [split(member, self.share_after) for member in self.members]
 
-    def _check_split(self, x: Tensor, **options: Any) -> None:  # once in each mode, if it was traced
-        mode, traced = self.training, self._halves[0].traced
-        if mode not in self._checked and traced and can_compare(x, self.parameters(), training=mode):
-            self._checked.add(mode)
-            options = {"place": str(self.share_after)} | options
-            check_cut(self.members, self._in_pieces, x, lambda out: self.logits([out])[0], **options)
+    def _set_pieces(self) -> None:
+        pieces = self._split()
+        self.stems, self.trunks = [piece.stem for piece in pieces], [piece.trunk for piece in pieces]
+        # Modes in which the pieces are still to be compared with the whole networks: at the first call.
+        self._unverified = {True, False} if any(piece.traced for piece in pieces) else set()
+
+    def _verify(self, x: Tensor) -> None:
+        mode = self.training
+        if mode not in self._unverified or not can_verify(x, self.parameters(), training=mode):
+            return
+        self._unverified.remove(mode)
+        pieces = list(zip(self.stems, self.trunks, strict=True))
+        name = str(self.share_after or getattr(self, "stem", None))
+        for m in [pieces.index(piece) for piece in dict.fromkeys(pieces)]:  # one of each architecture
+            run, logits = partial(self._in_pieces, m), lambda output: self.logits([output])[0]
+            verify(self.members[m], run, x, name=name, logits=logits, frozen=self.freeze)
 
     def _in_pieces(self, m: int, member: nn.Module, x: Tensor) -> Any:
+        if self.shared_stem is not None:
+            x, _ = self.shared_stem(member, x)
         return self.trunks[m](member, *self.stems[m](member, x))
 
     def __getstate__(self) -> dict[str, Any]:  # the pieces are code, which does not pickle
-        pieces = ("_halves", "stems", "trunks", "shared_stem")
+        pieces = ("stems", "trunks", "shared_stem")
         return {key: value for key, value in self.__dict__.items() if key not in pieces}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._split()
+        self._set_pieces()
 
 
 def in_turn(calls: list[partial[Any]]) -> list[Any]:

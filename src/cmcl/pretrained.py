@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from . import _checks
-from .cuts import is_in, parts_before, parts_between
 from .ensemble import Ensemble, Network, Output, build_members
-from .split import cut, keep_modes, split
-from .tracing import CannotCutError
+from .splitting import CannotSplitError, Split, parts_around, split
 
 
 def from_pretrained(
@@ -106,32 +104,19 @@ class SharedStemEnsemble(Ensemble):
                 modules[name].eval()
         return self
 
-    def _split(self) -> None:
-        first = self.members[0]
-        with keep_modes(first):
-            # a frozen stem is split in eval mode once and for all
-            self.shared_stem = (cut(first.eval(), self.stem) if self.freeze else split(first, self.stem)).stem
-        self._halves = [split(member, self.share_after, start=self.stem) for member in self.members]
-        self.stems = [halves.stem for halves in self._halves]
-        self.trunks = [halves.trunk for halves in self._halves]
-        self._checked = set()
-
-    def _check_split(self, x: Tensor, **options: Any) -> None:
-        super()._check_split(x, place=self.share_after or self.stem, frozen=self.freeze)
-
-    def _in_pieces(self, m: int, member: nn.Module, x: Tensor) -> Any:
-        assert self.shared_stem is not None
-        return super()._in_pieces(m, member, self.shared_stem(member, x)[0])
+    def _split(self) -> list[Split]:
+        self.shared_stem = split(self.members[0], self.stem, frozen=self.freeze).stem
+        return [split(member, self.share_after, start=self.stem) for member in self.members]
 
 
 def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
     """Give all modules the first one's parts up to the submodule `stem`; returns the names of these parts."""
     first, *others = modules
-    parts = parts_before(first, stem)
+    parts = _parts_before(first, stem)
     for module in modules:
         _check_untied(module, parts, stem)
     for m, other in enumerate(others, 1):
-        if parts_before(other, stem) != parts:
+        if _parts_before(other, stem) != parts:
             raise ValueError(f"members must be alike up to {stem!r}. Member {m} is not like member 0.")
         for part in parts:
             path, _, name = part.rpartition(".")
@@ -139,26 +124,39 @@ def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
     return parts
 
 
+def _parts_before(module: nn.Module, stem: str) -> list[str]:
+    before, after = parts_around(module, stem, argument="stem")
+    if both := sorted(part for part in after if _is_in(part, before)):
+        raise CannotSplitError(module, stem, f"{both[0]!r} is used before and after it")
+    return before
+
+
+def _is_in(key: str, parts: Sequence[str]) -> bool:
+    """Whether the key names one of the parts, or something inside one."""
+    return any(f"{key}.".startswith(f"{part}.") for part in parts)
+
+
 def held_once(member: nn.Module, parts: Sequence[str]) -> list[str]:
     """The keys in a member's state_dict that belong to the stem."""
-    return [key for key in member.state_dict() if is_in(key, parts)]
+    return [key for key in member.state_dict() if _is_in(key, parts)]
 
 
 def _check_untied(module: nn.Module, parts: Sequence[str], stem: str) -> None:
     """A weight on both sides of the stem would have to be one for all members and each member's own."""
     weights = list(module.named_parameters(remove_duplicate=False))
-    inside = {p: name for name, p in weights if is_in(name, parts)}
+    inside = {p: name for name, p in weights if _is_in(name, parts)}
     for name, p in weights:
-        if p in inside and not is_in(name, parts):
-            raise CannotCutError(module, stem, f"{inside[p]!r} before it and {name!r} are one tied weight")
+        if p in inside and not _is_in(name, parts):
+            raise CannotSplitError(module, stem, f"{inside[p]!r} before it and {name!r} are one tied weight")
 
 
 def _check_later(member: nn.Module, stem: str, share_after: str | None) -> None:
     """Features are shared where they differ, after weights of the members' own."""
     if share_after is None:
         return
-    own = [] if share_after == stem else parts_between(member, stem, share_after)
-    if not any(is_in(name, own) for name, _ in member.named_parameters()):
+    common, (before, _) = _parts_before(member, stem), parts_around(member, share_after)
+    own = [part for part in before if not _is_in(part, common)]
+    if not any(_is_in(name, own) for name, _ in member.named_parameters()):
         raise ValueError(
             f"share_after must come after weights of the members' own. Got {share_after!r}, where all have "
             f"the same features, those of the stem {stem!r}; name a later submodule, or leave it out."
@@ -167,7 +165,7 @@ def _check_later(member: nn.Module, stem: str, share_after: str | None) -> None:
 
 def _check_outside(common: Sequence[str], heads: Sequence[str], stem: str | None) -> None:
     for head in heads:
-        if any(is_in(key, [head]) for key in common):
+        if any(_is_in(key, [head]) for key in common):
             raise ValueError(
                 f"head must come after the stem, which stays as it is pretrained. Got {head!r}, of which "
                 f"{stem!r} needs a part; name a later submodule, or an earlier stem."

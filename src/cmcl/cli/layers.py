@@ -32,7 +32,7 @@ def places(
 
     With their shapes, and the place to start with.
     """
-    from ..places import shareable_layers
+    from ..splitting import shareable_layers
 
     module = _build(network, parse_pairs(option or [], "--option"))
     with users_shapes(f"--input (and --tokens) must describe an input that {network} takes. Got {shape};"):
@@ -47,7 +47,7 @@ def places(
             place.name,
             place.kind,
             None if place.shape is None else " × ".join(map(str, place.shape)),
-            "suggested" if place.suggested else place.problem or ("skips pass by" if place.crossed else ""),
+            "suggested" if place.suggested else place.problem or ("skips pass by" if place.bypassed else ""),
         )
         for place in found
     ]

@@ -18,6 +18,8 @@ class SplitNetwork(nn.Module):
     again; `options` holds JSON values only.
     """
 
+    forward_is_stem_then_trunk = True  # so that `cmcl.splitting` need not trace it
+
     def __init__(self, stem: nn.Module, trunk: nn.Module, *, name: str, options: Mapping[str, Any]) -> None:
         super().__init__()
         self.stem = stem
