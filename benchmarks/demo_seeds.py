@@ -18,7 +18,7 @@ import torch
 from cmcl.demo import METHODS, one_thread, scores
 from cmcl.reproduction import find
 from cmcl.reproduction.environment import commit
-from cmcl.reproduction.records import Record
+from cmcl.reproduction.record import Record
 from cmcl.reproduction.run import run
 from cmcl.training import Options
 

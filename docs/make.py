@@ -14,8 +14,8 @@ from drawings import DRAWN, RECORDS, ROOT, STYLE, digest, segmentation_errors
 
 from cmcl.report.documents import fill
 from cmcl.reproduction import RECIPES, find
-from cmcl.reproduction.paper import select
-from cmcl.reproduction.records import Record, load_records
+from cmcl.reproduction.cells import select
+from cmcl.reproduction.record import Record, load_records
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PICTURES = ROOT / "docs" / "pictures"

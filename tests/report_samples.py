@@ -3,18 +3,19 @@
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
 
 from cmcl.data.published import CHECKSUMS
 from cmcl.reproduction import CELLS, find
-from cmcl.reproduction.records import Record
+from cmcl.reproduction.record import Record
 
 BINS = 50
 
 
-def made_record(name, seed=0, *, top1=10.0, oracle=4.0, classes=10, recipe=None, **changes):
+def made_record(name, seed=0, *, top1=10.0, oracle=4.0, picked=None, classes=10, recipe=None, **changes):
     """A record of a recipe, all members alike."""
     recipe = recipe or find(name)
     m, dense = recipe.members, recipe.network == "fcn"
@@ -26,7 +27,7 @@ def made_record(name, seed=0, *, top1=10.0, oracle=4.0, classes=10, recipe=None,
         entropy["test"] = [low] * m
     else:
         entropy |= {"specialised": [low] * m, "other": [high if shy else low] * m}
-        entropy |= {"outside": [high if shy else low] * m, "averaged_outside": high if shy else low}
+        entropy |= {"ood": [high if shy else low] * m, "averaged_ood": high if shy else low}
     known = [[95.0 if recipe.method == "ie" or c % m == i else 5.0 for c in range(classes)] for i in range(m)]
     fields = dict(
         name=name,
@@ -37,7 +38,10 @@ def made_record(name, seed=0, *, top1=10.0, oracle=4.0, classes=10, recipe=None,
         full_test=True,
         test_examples=10_000,
         checksums=data,
-        errors={mode: {"top1": top1, "oracle": oracle} for mode in ("expected", "sampled")},
+        errors={
+            mode: {"top1": top1, "picked": top1 if picked is None else picked, "oracle": oracle}
+            for mode in ("expected", "sampled")
+        },
         members=[top1 + 4.0] * m,
         classwise=known,
         calibration={
@@ -50,16 +54,22 @@ def made_record(name, seed=0, *, top1=10.0, oracle=4.0, classes=10, recipe=None,
             },
         },
         entropy=entropy,
-        outside=None if dense else "svhn",
+        ood=None if dense else "svhn",
         steps=100,
         seconds=150.0,
-        together=[seed],
         device="a device",
         precision="float32",
         versions={"cmcl": "0", "torch": "0"},
         commit="c" * 40,
     )
     return Record(**(fields | changes))
+
+
+def changed(value, **changes):
+    """A record or a dataclass with other values, validated again."""
+    if isinstance(value, Record):
+        return Record.parse(value.model_dump() | changes)
+    return replace(value, **changes)
 
 
 def whole_paper(seeds=2, spread=0.02):

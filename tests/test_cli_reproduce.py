@@ -2,20 +2,20 @@
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 
 from cmcl.cli.reproduce import _go_on
-from cmcl.reproduction import CELLS, find, paper
+from cmcl.reproduction import CELLS, cells, find
 from cmcl.reproduction.campaign import Job, Report
-from cmcl.reproduction.paper import Cell, search, select
+from cmcl.reproduction.cells import Cell, search, select
 from cmcl.reproduction.recipes import BETAS, RECIPES
+from report_samples import changed
 
 NO_GPU = "" if torch.cuda.is_available() else r" \(no GPU was found\)"
 DIGITS = find("digits-ie")
-TINY = replace(
+TINY = changed(
     DIGITS,
     members=2,
     epochs=None,
@@ -30,7 +30,7 @@ CELL = Cell("table9/tiny-ie", "tiny-ie", ("table9", "ie"), {"oracle": 1.0, "top1
 def tiny(monkeypatch):
     """A paper with one cell."""
     monkeypatch.setitem(RECIPES, "tiny-ie", TINY)
-    monkeypatch.setattr(paper, "CELLS", (CELL,))
+    monkeypatch.setattr(cells, "CELLS", (CELL,))
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_damaged_record(reproduce, tiny, tmp_path):
     code, out, err = reproduce("--status", "--json")
     assert code == 0
     assert json.loads(out)[0]["ours"]["top1"]["n"] == 1, "the other one counts"
-    assert err.startswith(f"cmcl: left out: {damaged} must be a record of a run. Got something else (no 'exp")
+    assert err.startswith(f"cmcl: skipped: {damaged}: ")
     assert err.count("\n") == 1
     assert json.loads(reproduce("table9", "--dry-run", "--seeds", 2, "--json")[1])[0]["seeds"] == [0]
 
@@ -126,7 +126,7 @@ def test_what_failed_is_not_called_too_long():
 
 
 def test_time_over(reproduce, tiny, monkeypatch):
-    monkeypatch.setitem(RECIPES, "tiny-ie", replace(TINY, steps=10**6))
+    monkeypatch.setitem(RECIPES, "tiny-ie", changed(TINY, steps=10**6))
     code, out, err = reproduce("table9", "--quiet", "--budget", "1s", "--device", "cpu")
     assert code == 3
     assert "expected to take" in out
@@ -166,7 +166,7 @@ class TestSearch:
 
     @pytest.mark.parametrize(("how", "on"), [("heldout", "validation"), ("test", "test")])
     def test_from_the_command(self, reproduce, tiny, monkeypatch, how, on):
-        monkeypatch.setitem(RECIPES, "tiny-ie", replace(TINY, method="cmcl"))
+        monkeypatch.setitem(RECIPES, "tiny-ie", changed(TINY, method="cmcl"))
         code, out, _ = reproduce("table9", "--search", how, "--dry-run", "--json")
         assert len(json.loads(out)) == len(BETAS), "K = 2 alone fits two members"
         code, out, _ = reproduce("table9", "--search", how, "--quiet", "--json", "--device", "cpu")

@@ -24,7 +24,7 @@ from cmcl.data.dataset import spread
 from cmcl.data.preprocess import MeanStd
 from cmcl.reproduction import find
 from cmcl.reproduction.recipes import RECIPES, SHAPES
-from cmcl.reproduction.records import Record
+from cmcl.reproduction.record import Record
 from cmcl.reproduction.run import few
 
 TINY = replace(

@@ -1,7 +1,6 @@
 """Which runs of one's own the report compares, which have a mean, and that none is lost."""
 
 import json
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,8 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import cmcl
 from cmcl.report.comparing import of_runs, repeats
 from cmcl.reproduction.own import described
-from cmcl.reproduction.records import Record
+from cmcl.reproduction.record import Record
 from own_runs import network, recorded, small
+from report_samples import changed
 
 
 def top1(record):
@@ -59,11 +59,11 @@ def test_unlike_tasks_are_not_compared(tmp_path):
     assert of_partial == "cross_entropy {'label_smoothing': 0.1, 'reduction': 'none'}"
 
 
-def test_runs_that_learned_from_other_examples_have_no_mean(tmp_path):
+def test_runs_that_trained_on_other_examples_have_no_mean(tmp_path):
     whole = recorded(tmp_path / "whole", small, "ie")
     again = recorded(tmp_path / "again", small, "ie", seed=1)
     part = recorded(tmp_path / "part", small, "ie", images=60, seed=2)
-    assert whole.learned_from == again.learned_from != part.learned_from
+    assert whole.trained_on == again.trained_on != part.trained_on
     told = [text for text in of_runs([whole, again, part]) if " errs on " in text]
     assert ["(n = 2)" in text for text in told] == [True, False]
     assert not any("(n = 3)" in text for text in told)
@@ -102,13 +102,13 @@ def test_loops_that_say_little_are_all_there_and_make_no_mean(tmp_path):
     assert f"| few/ie | {top1(runs[0]):.2f} |" in page
     assert f"| many/ie | {top1(runs[1]):.2f} |" in page
     assert "mean" not in page.split("Top-1: the")[0]
-    same = [replace(run, name="ie") for run in runs]
+    same = [changed(run, name="ie") for run in runs]
     assert [len(group) for group in repeats(same)] == [1, 1], "one seed twice is no repeat"
 
 
 def test_a_run_that_was_measured_again_elsewhere_is_one_run(tmp_path):
     made = recorded(tmp_path / "a" / "ie", small, "ie")
-    replace(made, device="another", commit="later").save(tmp_path / "b" / "ie" / "record.json")
+    changed(made, device="another", commit="later").save(tmp_path / "b" / "ie" / "record.json")
     page = report([tmp_path / "a", tmp_path / "b"], tmp_path)
     assert page.count(f"| {top1(made):.2f} |") == 1
     assert "(n = 2)" not in page
@@ -121,10 +121,10 @@ def test_a_run_that_was_measured_again_elsewhere_is_one_run(tmp_path):
         {"network": made.network | {"digest": "0"}},
         {"task": "smooth"},
     ):
-        assert replace(made, **other).identity != made.identity, other
-    assert replace(made, errors={}, outside="svhn", validation={}).identity == made.identity
-    old = replace(made, weights=None)
-    assert replace(old, seconds=old.seconds + 1).identity != old.identity
+        assert changed(made, **other).identity != made.identity, other
+    assert changed(made, ood="svhn", validation=made.errors["sampled"]).identity == made.identity
+    old = changed(made, weights=None)
+    assert changed(old, seconds=old.seconds + 1).identity != old.identity
 
 
 def test_batches_of_a_loader_may_differ(tmp_path):
@@ -139,16 +139,16 @@ def test_batches_of_a_loader_may_differ(tmp_path):
         result = cmcl.fit(ensemble, loader, recipe=recipe, options=cmcl.Options(quiet=True))
         pair = test.images / 255, test.targets
         runs.append(cmcl.record(tmp_path / method, ensemble, pair, recipe=recipe, result=result))
-    assert runs[0].learned_from == runs[1].learned_from == "a DataLoader of 64 examples"
+    assert runs[0].trained_on == runs[1].trained_on == "a DataLoader of 64 examples"
     assert ", an independent ensemble (IE) on " in of_runs(runs)[0]
 
 
 def test_what_fit_trained_is_compared_with_what_a_loop_trained(tmp_path):
     fitted = recorded(tmp_path / "cmcl", small, "cmcl")
-    own = replace(loop(tmp_path / "ie", 0, seconds=1), checksums=fitted.checksums)
-    assert own.learned_from is None is not fitted.learned_from
+    own = changed(loop(tmp_path / "ie", 0, seconds=1), checksums=fitted.checksums)
+    assert own.trained_on is None is not fitted.trained_on
     assert ", an independent ensemble (IE) on " in of_runs([fitted, own])[0]
-    other = replace(fitted, learned_from="7 examples", name="other", weights="f" * 64)
+    other = changed(fitted, trained_on="7 examples", name="other", weights="f" * 64)
     assert not any("independent ensemble (IE) on " in told for told in of_runs([fitted, other, own]))
 
 
@@ -181,7 +181,7 @@ def test_like_networks_are_compared(tmp_path):
 
 def test_records_of_before_are_compared_among_themselves(tmp_path):
     cmcl_, ie = (recorded(tmp_path / method, network, method) for method in ("cmcl", "ie"))
-    old = [replace(record, network=None) for record in (cmcl_, ie)]
+    old = [changed(record, network=None) for record in (cmcl_, ie)]
     assert "independent ensemble" in of_runs(old)[0]
     assert len([told for told in of_runs([old[0], ie]) if " errs on " in told]) == 2
     text = json.loads((tmp_path / "ie" / "record.json").read_text())

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cmcl
-from cmcl.reproduction.records import Record
+from cmcl.reproduction.record import Record
 from own_runs import network, recorded, small
+from report_samples import changed
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_what_it_leaves(trained):
 def test_it_says_whether_features_were_shared(trained):
     """Also where the recipe left that to the ensemble."""
     folder, ensemble, test, recipe, result = trained
-    left_open = replace(recipe, sharing=None)
+    left_open = changed(recipe, sharing=None)
     made = cmcl.record(folder, ensemble, test, recipe=left_open, result=result)
     assert made.recipe == recipe.to_json()
     assert made.recipe_hash == recipe.hash != left_open.hash
@@ -63,11 +63,11 @@ def test_a_pair_of_tensors_and_data_never_seen(trained):
     )
     pair = (test.images, test.targets)
     one = cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
-    two = cmcl.record(folder, ensemble, pair, recipe=recipe, result=result, outside=noise)
+    two = cmcl.record(folder, ensemble, pair, recipe=recipe, result=result, ood=noise)
     assert one.errors == two.errors
-    assert one.outside is None
-    assert two.outside == "arrays"
-    assert "averaged_outside" in two.entropy
+    assert one.ood is None
+    assert two.ood == "arrays"
+    assert "averaged_ood" in two.entropy
 
 
 def test_the_page_shows_it(trained, tmp_path):
@@ -79,7 +79,7 @@ def test_the_page_shows_it(trained, tmp_path):
 
 def test_a_run_that_was_cut_short_is_not_complete(trained, tmp_path):
     _, ensemble, test, recipe, _ = trained
-    planned = replace(recipe, epochs=None, steps=1000)
+    planned = changed(recipe, epochs=None, steps=1000)
     for steps, whole in ((5, False), (1000, True)):
         result = cmcl.Result(steps=steps, seconds=1.0)
         assert (
@@ -199,10 +199,8 @@ class TestWhatIsMeasuredOn:
         batches = [(test.images[:2], test.targets[:2]), (test.images[2:4], test.targets[2:4])]
         with pytest.raises(TypeError, match="test must be a Dataset, .* Got list"):
             cmcl.record(folder, ensemble, batches, recipe=recipe, result=result)
-        with pytest.raises(
-            TypeError, match="outside must be a Dataset or a tensor of inputs. Got DataLoader"
-        ):
-            cmcl.record(folder, ensemble, test, recipe=recipe, result=result, outside=empty)
+        with pytest.raises(TypeError, match="ood must be a Dataset or a tensor of inputs. Got DataLoader"):
+            cmcl.record(folder, ensemble, test, recipe=recipe, result=result, ood=empty)
 
 
 def test_the_gallery_shows_the_answers_that_are_measured(trained):
@@ -242,7 +240,7 @@ class TestSeed:
         given = {"recipe": recipe, "result": result}
         with pytest.raises(ValueError, match="seed must be that of the training, 0. Got 1."):
             cmcl.record(folder, ensemble, test, **given, seed=1)
-        several = replace(result, seeds=[3, 4])
+        several = changed(result, seeds=[3, 4])
         with pytest.raises(ValueError, match=r"seed must say which of \[3, 4\] .* Got none"):
             cmcl.record(folder, ensemble, test, recipe=recipe, result=several)
 
@@ -254,7 +252,7 @@ class TestSeed:
             ensemble = cmcl.Ensemble(small, 2)
             result = cmcl.fit(ensemble, train, **given, resume=resume, options=cmcl.Options(quiet=True))
             made = cmcl.record(tmp_path, ensemble, test, recipe=given["recipe"], result=result)
-            assert (made.seed, made.together) == (7, [7])
+            assert made.seed == 7
         assert result.rows == [], "nothing was left to train"
 
     def test_several_have_folders_of_their_own(self, tmp_path):
@@ -268,7 +266,7 @@ class TestSeed:
         for seed, ensemble in zip((3, 4), ensembles, strict=True):
             made = cmcl.record(tmp_path / "both", ensemble, test, result=result, seed=seed, **given)
             assert Record.load(tmp_path / "both" / f"seed{seed}" / "record.json") == made
-            assert (made.name, made.seed, made.together) == ("both", seed, [3, 4])
+            assert (made.name, made.seed) == ("both", seed)
         assert "(n = 2)" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
 
 
@@ -302,10 +300,10 @@ def test_inputs_of_any_shape(kind, tmp_path):
     recipe = cmcl.Recipe(members=3, overlap=2, steps=2, batch_size=16, optimizer="adam", lr=0.01)
     folder = tmp_path / "mine"
     result = cmcl.fit(ensemble, (x, y), recipe=recipe, out=folder, options=cmcl.Options(quiet=True))
-    made = cmcl.record(folder, ensemble, (x, y), recipe=recipe, result=result, outside=x.flip(0))
+    made = cmcl.record(folder, ensemble, (x, y), recipe=recipe, result=result, ood=x.flip(0))
     right = (ensemble.predict(x).probs.argmax(1) == y).double().mean().item()
-    assert made.errors["expected"]["averaged"] == pytest.approx(100 * (1 - right), abs=1e-4)
-    assert (made.test_examples, made.outside) == (64, "arrays")
+    assert made.errors["expected"]["top1"] == pytest.approx(100 * (1 - right), abs=1e-4)
+    assert (made.test_examples, made.ood) == (64, "arrays")
     assert Record.load(folder / "record.json") == made
     assert not (folder / "gallery").exists()
     page = cmcl.report.write([folder], tmp_path / "report.html").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cmcl.reproduction import CELLS, RECIPES, TARGETS, find, grid
-from cmcl.reproduction.paper import select
+from cmcl.reproduction.cells import select
 
 BY_ID = {cell.id: cell for cell in CELLS}
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
@@ -13,7 +13,7 @@ from cmcl.report import page
 from cmcl.report.gather import gather
 from cmcl.report.sections import sections
 from cmcl.reproduction import RECIPES
-from report_samples import made_record, save_results, save_run, whole_paper
+from report_samples import changed, made_record, save_results, save_run, whole_paper
 
 for name in ("altair", "vl_convert", "jinja2"):
     pytest.importorskip(name)
@@ -173,7 +173,7 @@ def test_the_page_is_small(tmp_path):
 
 def test_texts_from_outside_stay_texts(tmp_path):
     record = made_record("digits-cmcl", device=NASTY, commit=NASTY, versions={NASTY: NASTY})
-    record = replace(record, name=NASTY, recipe={**record.recipe, "data": NASTY, NASTY: NASTY})
+    record = changed(record, name=NASTY, recipe={**record.recipe, "data": NASTY})
     save_run(tmp_path / "runs" / "nasty", record, classes=[NASTY + str(i) for i in range(10)])
     with (tmp_path / "runs" / "nasty" / "telemetry.jsonl").open("a") as file:
         file.write(NASTY + "\n")
@@ -293,7 +293,7 @@ def test_seeds_that_trained_together(tmp_path):
     folder = tmp_path / "digits-ie--0--seeds0-1"
     rows = []
     for seed in (0, 1):
-        record = made_record("digits-ie", seed, together=[0, 1])
+        record = made_record("digits-ie", seed)
         save_run(folder / f"seed{seed}", record)
         rows += (folder / f"seed{seed}" / "telemetry.jsonl").read_text().splitlines()
         (folder / f"seed{seed}" / "telemetry.jsonl").unlink()
@@ -368,7 +368,7 @@ def test_a_record_in_two_places_counts_once(tmp_path):
 
 def test_recipes_of_one_name_are_told_apart(tmp_path):
     same = made_record("digits-ie")
-    records = [same, replace(same, seed=1), replace(same, recipe_hash="f" * 16)]
+    records = [same, changed(same, seed=1), changed(same, recipe_hash="f" * 16)]
     text = page_of(save_results(tmp_path / "results", records), out=tmp_path)
     found = Page(text)
     assert [a["id"] for a in found.all("details") if a.get("class") == "record"] == [
@@ -536,7 +536,7 @@ def test_pictures_of_segmentations_begin_with_cmcl_too(tmp_path):
 def test_runs_on_own_data(tmp_path):
     for i, name in enumerate(("mine", "other")):
         record = made_record("digits-cmcl", classes=10 - i, checksums={"test": name})
-        record = replace(record, name=name, recipe={**record.recipe, "data": None}, outside=None)
+        record = changed(record, name=name, recipe={**record.recipe, "data": None}, ood=None)
         save_run(tmp_path / "runs" / name, record, classes=[f"{name} {c}" for c in range(10)])
     text = page_of(tmp_path / "runs", out=tmp_path)
     assert "None" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)

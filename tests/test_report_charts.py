@@ -14,8 +14,9 @@ from cmcl.report.drawing import named, series
 from cmcl.report.gather import Run
 from cmcl.report.sections import paper_figures
 from cmcl.report.themes import COLOURS, DARK, LIGHT, TURN, config, filled
-from cmcl.reproduction.evidence import Evidence
-from report_samples import made_record, save_run, telemetry_row, whole_paper
+from cmcl.reproduction import find
+from cmcl.reproduction.cells import Evidence
+from report_samples import changed, made_record, save_run, telemetry_row, whole_paper
 
 for name in ("altair", "vl_convert", "jinja2"):
     pytest.importorskip(name)
@@ -35,7 +36,10 @@ def run_of(name, **options):
 
 
 def test_heat_maps_by_hand():
-    record = made_record("digits-ie", classwise=[[100.0, None], [50.0, 0.0]], members=[1.0, 2.0])
+    recipe = changed(find("digits-ie"), members=2)
+    record = made_record(
+        "digits-ie", recipe=recipe, classwise=[[100.0, None], [50.0, 0.0]], members=[1.0, 2.0]
+    )
     figure = charts.heat_maps("f", "t", [("a run", record)], ["cat", "dog"])
     assert values(figure.panels[0]) == [
         {"class": "cat", "member": 0, "accuracy": 100.0},
@@ -69,6 +73,7 @@ def test_entropies_by_hand():
     entropy = {
         "bins": 4,
         "largest": 2.0,
+        "averaged": [8, 0, 0, 0],
         "specialised": [[3, 1, 0, 0], [3, 1, 0, 0]],
         "other": [[0, 0, 0, 4]] * 2,
     }
@@ -83,10 +88,10 @@ def test_entropies_by_hand():
 
 def test_entropies_of_the_averaged_answer():
     """As the paper draws its independent ensemble, beside the members of the others."""
-    entropy = {"bins": 2, "largest": 2.0, "averaged": [3, 1], "averaged_outside": [1, 4]}
-    entropy |= {"specialised": [[4, 0]] * 5, "other": [[4, 0]] * 5, "outside": [[9, 0]] * 5}
+    entropy = {"bins": 2, "largest": 2.0, "averaged": [3, 1], "averaged_ood": [1, 4]}
+    entropy |= {"specialised": [[4, 0]] * 5, "other": [[4, 0]] * 5, "ood": [[9, 0]] * 5}
     names = ("cifar10-cnn-mcl", "cifar10-cnn-ie-adversarial")
-    records = [(name, made_record(name, entropy=entropy, outside="svhn")) for name in names]
+    records = [(name, made_record(name, entropy=entropy, ood="svhn")) for name in names]
     figure = charts.entropies("f", "t", records, averaged=["ie"])
     mcl, ie = ({p["group"] for p in values(panel)} for panel in figure.panels)
     assert mcl == {"own classes", "other classes", "SVHN"}
@@ -179,7 +184,7 @@ def test_errors_against_members():
     one = Evidence.of([made_record("icoseg-fcn-m2-ie", classes=2)])
     assert curves.against_members("f", "t", one) is None, "one point is no curve"
     figure = curves.against_members("f", "t", Evidence.of(whole_paper(1)))
-    assert len(figure.panels) == 3
+    assert len(figure.panels) == 4, "segmentation by the most confident member and by the average"
     members = {(p["method"], p["members"]) for p in values(figure.panels[1])}
     assert members == {(method, m) for method in ("IE", "MCL", "CMCL") for m in range(1, 6)}
 

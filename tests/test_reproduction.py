@@ -6,9 +6,9 @@ from statistics import fmean
 import pytest
 
 from cmcl.reproduction import find
-from cmcl.reproduction.evidence import Evidence
-from cmcl.reproduction.records import Record, load_records
-from cmcl.reproduction.specialists import median_entropies
+from cmcl.reproduction.cells import Evidence
+from cmcl.reproduction.claims import median_entropies
+from cmcl.reproduction.record import Record, load_records
 
 RESULTS = Path(__file__).parents[1] / "results"
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -59,13 +59,13 @@ def test_adversarial_training_of_ie(found):
     ours = [found.error(f"table1/cifar10-cnn-{row}")["mean"] for row in TABLE1]
     assert record.errors["expected"]["top1"] < min(ours)
     assert max(record.members) < min(record_of("cifar10-cnn-ie").members)
-    (median,) = median_entropies(record, "averaged_outside")
+    (median,) = median_entropies(record, "averaged_ood")
     assert 0.25 < median < 1 / 3, "just under the third"
 
 
 def test_one_member_of_five_is_not_silent_on_svhn():
     record = record_of("cifar10-cnn-cmcl")
-    odd, *others = median_entropies(record, "outside")
+    odd, *others = median_entropies(record, "ood")
     assert odd < 0.5
     assert min(others) > 0.9
     knows = {name for name, right in zip(CLASSES, record.classwise[0], strict=True) if right > 80}

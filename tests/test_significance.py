@@ -3,48 +3,58 @@
 import pytest
 from scipy import stats
 
-from cmcl.reproduction.significance import LEVEL, p_value, significant
+from cmcl.reproduction.record import spread
+from cmcl.reproduction.significance import describe, p_value, significant
 
-
-def spread(mean, std=None, n=1):
-    return {"mean": mean, "std": std, "n": n}
+A, B = [8.0, 9.0, 8.2, 8.9], [11.0, 12.5, 10.1]
 
 
 def test_two_proportions():
     """10 and 9 % of 10,000 images, pooled 9.5 %: the standard error of the difference is 0.4147 points."""
-    assert p_value(spread(10.0), spread(9.0), 10_000) == pytest.approx(0.01588, rel=1e-3)
+    found = p_value(spread([10.0]), spread([9.0]), 10_000)
+    assert found == pytest.approx(0.01588, rel=1e-3)
     ones = stats.chi2_contingency([[1000, 9000], [900, 9100]], correction=False)
-    assert p_value(spread(10.0), spread(9.0), 10_000) == pytest.approx(ones.pvalue, rel=1e-6)
+    assert found == pytest.approx(ones.pvalue, rel=1e-6)
+
+
+def test_seeds_are_tested_by_welch():
+    for examples in (None, 10_000):
+        found = p_value(spread(A), spread(B), examples)
+        assert found == pytest.approx(stats.ttest_ind(A, B, equal_var=False).pvalue, rel=1e-4)
+
+
+def test_one_run_beside_several_takes_their_variance():
+    """Student's t: (8 - 11.2) / (s sqrt(1 + 1/3)) with the three's s and two degrees of freedom."""
+    s, mean = stats.tstd(B), sum(B) / 3
+    expected = 2 * stats.t.sf((mean - 8) / (s * (1 + 1 / 3) ** 0.5), df=2)
+    assert p_value(spread([8.0]), spread(B), 10_000) == pytest.approx(expected, rel=1e-4)
+    assert p_value(spread(B), spread([8.0]), None) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("mine", "other", "examples", "expected"),
     [
-        (spread(8.0), spread(8.76), 10_000, False),  # 1.96 standard errors of 0.393 are 0.770 points
-        (spread(8.0), spread(8.78), 10_000, True),
-        (spread(0.0), spread(200 / 359), 359, False),  # two images
-        (spread(0.0), spread(1200 / 359), 359, True),
-        (spread(8.0, 2.0, 4), spread(10.0, 2.0, 4), 10_000, False),  # the seeds alone: sqrt(4/4 + 4/4)
-        (spread(8.0, 2.0, 4), spread(11.0, 2.0, 4), 10_000, True),
-        (spread(8.0), spread(10.2, 1.0, 4), 10_000, False),  # one run varies as the others do: 1 + 1/4
-        (spread(8.0), spread(10.5, 1.0, 4), 10_000, True),
-        (spread(0.0), spread(0.0), 100, False),
-        (spread(5.0, 0.0, 2), spread(6.0, 0.0, 2), None, True),
+        ([8.0], [8.76], 10_000, False),  # 1.96 standard errors of 0.393 are 0.770 points
+        ([8.0], [8.78], 10_000, True),
+        ([0.0], [200 / 359], 359, False),  # two images
+        ([0.0], [1200 / 359], 359, True),
+        ([0.0], [0.0], 100, False),
+        ([5.0, 5.0], [6.0, 6.0], None, True),
+        ([5.0, 5.0], [5.0, 5.0], None, False),
+        ([9.14], [60.0], None, False),  # pixels of one run each
     ],
 )
 def test_by_hand(mine, other, examples, expected):
-    assert significant(mine, other, examples) is expected
-    assert significant(other, mine, examples) is expected
+    assert significant(spread(mine), spread(other), examples) is expected
+    assert significant(spread(other), spread(mine), examples) is expected
 
 
-def test_pixels_count_by_their_seeds_alone():
-    a, b = [8.0, 9.0, 8.2, 8.9], [11.0, 12.5, 10.1, 11.7]
-    sides = [spread(sum(x) / 4, stats.tstd(x), 4) for x in (a, b)]
-    assert p_value(*sides, None) == pytest.approx(stats.ttest_ind(a, b).pvalue, rel=1e-9)
-
-
-def test_one_run_of_a_segmentation_says_nothing():
-    for other in (spread(60.0), spread(60.0, 0.1, 5)):
-        assert p_value(spread(9.14), other, None) is None
-        assert not significant(spread(9.14), other, None)
-    assert LEVEL == 0.05
+def test_the_description_names_runs_test_and_p():
+    assert describe(spread(A), spread(B), None).startswith("n = 4 and 3, Welch's t-test, p = 0.0")
+    assert describe(spread([8.0]), spread(B), 10) == "n = 1 and 3, Student's t-test, p = 0.15"
+    assert (
+        describe(spread([10.0]), spread([9.0]), 10_000)
+        == "n = 1 and 1, z-test over 10,000 examples, p = 0.016"
+    )
+    assert describe(spread([10.0]), spread([50.0]), 10_000).endswith("p < 0.001")
+    assert describe(spread([10.0]), spread([9.0]), None) == "n = 1 and 1, no test"

@@ -8,7 +8,7 @@ import pytest
 
 import cmcl
 from cmcl.reproduction.recipes import find
-from cmcl.reproduction.records import Record
+from cmcl.reproduction.record import Record
 
 ZOO = sorted(path.parent for path in (Path(__file__).parents[1] / "zoo").glob("*/config.json"))
 DATA = os.environ.get("CMCL_DATA")

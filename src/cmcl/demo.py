@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .reproduction.records import Record
+from .reproduction.record import Record
 from .reproduction.run import run
 from .training import Options
 

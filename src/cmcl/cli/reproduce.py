@@ -63,7 +63,7 @@ def reproduce(
     A finished run is never repeated: start the same command again, here or on another machine that has
     the records.
     """
-    from ..reproduction.paper import select
+    from ..reproduction.cells import select
 
     if not what and not status:
         raise ValueError("name what to reproduce: table1, table2, table3, fig1, fig2, fig3, fig4 or all.")
@@ -140,7 +140,8 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _status(cells: "Sequence[Cell]", results: Path, as_json: bool) -> None:
-    from ..reproduction.records import load_records, summarise
+    from ..reproduction.cells import summarise
+    from ..reproduction.record import load_records
 
     summary = summarise(cells, load_records(results))
     if as_json:
@@ -193,7 +194,7 @@ def _duration(seconds: float) -> str:
 
 def _search(cells: "Sequence[Cell]", how: str | None) -> "dict[str, list[Cell]]":
     from ..data.files import nearest
-    from ..reproduction.paper import search
+    from ..reproduction.cells import search
 
     if how is None:
         return {}
@@ -207,7 +208,8 @@ def _search(cells: "Sequence[Cell]", how: str | None) -> "dict[str, list[Cell]]"
 
 def _choice(cells: "Sequence[Cell]", results: Path, how: str | None) -> dict[str, Any] | None:
     """The best of a search, once all of it is there."""
-    from ..reproduction.records import choose, load_records
+    from ..reproduction.cells import choose
+    from ..reproduction.record import load_records
 
     hashes = {cell.name: cell.recipe.hash for cell in cells}
     records = [r for r in load_records(results) if hashes.get(r.name) == r.recipe_hash and r.complete]

@@ -24,7 +24,7 @@ from .shared import (
 from .stopping import on_ctrl_c
 
 if TYPE_CHECKING:
-    from ..reproduction.records import Record
+    from ..reproduction.record import Record
     from ..training.config import Recipe
 
 
@@ -170,12 +170,12 @@ def _refuse_old(folder: Path, recipe: "Recipe") -> None:
 
 def _refuse_recorded(results: Path, folder: Path, name: str, recipe: "Recipe", seeds: Sequence[int]) -> None:
     """No run may take the place of another that is recorded: which of the two counts is no choice."""
-    from ..reproduction.records import Record, file_name
+    from ..reproduction.record import file_name, read
     from ..reproduction.run import same_training
 
-    own = [found for path in folder.glob("**/record.json") if (found := Record.read(path))]
+    own = [found for path in folder.glob("**/record.json") if (found := read(path))]
     for path in (results / "records" / file_name(name, recipe.hash, seed) for seed in seeds):
-        record = Record.read(path)
+        record = read(path)
         if record is None or not record.complete:
             continue
         if not any(same_training(record, other) for other in own):  # the run itself may be measured again
@@ -214,7 +214,7 @@ def _show(records: "list[Record]", folder: Path, as_json: bool) -> None:
     title = f"{records[0].name}: errors on {records[0].test_examples:,} test images"
     lines = [[row["seed"], *map(number, list(row.values())[1:])] for row in rows]
     if len(rows) > 1:
-        from ..reproduction.records import spread
+        from ..reproduction.record import spread
 
         spreads = (spread([row[key] for row in rows]) for key in list(rows[0])[1:-1])
         lines.append(["mean", *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in spreads), ""])

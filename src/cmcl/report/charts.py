@@ -5,8 +5,8 @@ A figure is a row of small panels, which the page lays out by its width. M membe
 
 from collections.abc import Container, Sequence
 
-from ..reproduction.records import Record
-from ..reproduction.specialists import median_entropy, pooled, specialisation
+from ..reproduction.claims import median_entropy, pooled, specialisation
+from ..reproduction.record import Record
 from .drawing import (
     Figure,
     Point,
@@ -69,9 +69,9 @@ GROUPS = {  # what a record has entropies of; None: named by the set that they c
     "specialised": "own classes",
     "other": "other classes",
     "test": "test images",
-    "outside": None,
+    "ood": None,
 }
-AVERAGED = {"averaged": "test images", "averaged_outside": None}
+AVERAGED = {"averaged": "test images", "averaged_ood": None}
 
 
 def entropies(
@@ -88,10 +88,11 @@ def entropies(
     alt = altair()
     panels, rows, used = [], [], []
     for label, record in records:
-        top, points = record.entropy["largest"], []
+        top = record.entropy["largest"]
+        points: list[Point] = []
         groups = AVERAGED if record.recipe["method"] in averaged else GROUPS
         for key, name in groups.items():
-            histogram, name = pooled(record, key), name or data_name(record.outside)
+            histogram, name = pooled(record, key), name or data_name(record.ood)
             if not sum(histogram):
                 continue
             used.append(name)

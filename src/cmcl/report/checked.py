@@ -4,76 +4,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..reproduction.records import Record
-
 PNG = b"\x89PNG\r\n\x1a\n"
 NUMBERS = (  # of a row of telemetry, that are drawn
     *("loss", "task", "kl", "winners_entropy", "losers_entropy", "top1", "oracle", "member"),
     *("images_per_second", "gradient_norm", "lr", "step"),
 )
-
-
-def check_record(record: Record) -> None:
-    """Raise unless every number that the report uses is one."""
-    _check_facts(record)
-    _check_errors(record)
-    _check_calibration(record)
-
-
-def _check_facts(record: Record) -> None:
-    """What was run, where and when."""
-    for text in (record.name, record.recipe_hash, record.device, record.precision):
-        _require(isinstance(text, str), "a text", text)
-    for count in (record.seed, record.steps, record.test_examples):
-        _require(_whole(count), "a whole number", count)
-    _require(record.test_examples > 0, "test examples", record.test_examples)
-    learned = (record.task, record.learned_from, record.weights)
-    for maybe in (record.recipe["data"], record.outside, record.commit, *learned):
-        _require(maybe is None or isinstance(maybe, str), "a text or nothing", maybe)
-    for flag in (record.full_length, record.full_test):
-        _require(isinstance(flag, bool), "true or false", flag)
-    _require(record.recipe["method"] in ("ie", "mcl", "cmcl"), "a method", record.recipe["method"])
-    number(record.seconds)
-    _require(isinstance(record.together, list), "a list of seeds", record.together)
-    _require(len(record.together) > 0, "at least one seed", record.together)
-    for table in (record.recipe, record.versions, record.checksums):
-        _require(isinstance(table, dict), "names and values", table)
-    if (own := record.network) is not None:
-        known = isinstance(own["class"], str) and isinstance(own["digest"], str) and _whole(own["parameters"])
-        _require(known, "class, parameters and digest of a network", own)
-    checksums = list(record.checksums.values())
-    _require(all(isinstance(found, str) for found in checksums), "checksums", checksums)
-
-
-def _check_errors(record: Record) -> None:
-    """Of the ensemble, of its members, by class."""
-    for mode in record.errors.values():
-        for value in mode.values():
-            _percent(value)
-    number(record.errors["expected"]["top1"])
-    number(record.errors["expected"]["oracle"])
-    m = len(numbers(record.members))
-    for value in record.members:
-        _percent(value)
-    _require(m > 0 and len(record.classwise) == m, f"one row a member, {m}", len(record.classwise))
-    known = grid(record.classwise, empty=True)
-    _require(any(value is not None for row in known for value in row), "accuracies by class", known)
-    _require(record.recipe["members"] == m, f"a recipe of {m} members", record.recipe["members"])
-
-
-def _check_calibration(record: Record) -> None:
-    """How sure the answers are."""
-    number(record.calibration["ece"])
-    risks = numbers(record.calibration["risk_coverage"])
-    _require(len(risks) > 0, "errors by coverage", risks)
-    reliability = record.calibration["reliability"]
-    counts = numbers(reliability["count"])
-    for key in ("confidence", "accuracy"):
-        _require(len(numbers(reliability[key], empty=True)) == len(counts), "as many bins", key)
-    largest = number(record.entropy["largest"])
-    _require(largest is not None and largest > 0, "a largest entropy", largest)
-    for key in ("specialised", "other", "test", "outside"):
-        grid(record.entropy.get(key, []))
 
 
 def check_row(row: Any) -> None:
@@ -121,11 +56,6 @@ def number(value: Any, *, empty: bool = False) -> float | None:
     right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     _require(right, "a number", value)
     return float(value)
-
-
-def _percent(value: Any) -> None:
-    found = number(value)
-    _require(found is not None and 0 <= found <= 100, "a percentage", value)
 
 
 def _whole(value: Any) -> bool:

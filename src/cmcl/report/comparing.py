@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from ..reproduction.noise import independent, is_dense, noise_known, spread_of, within_noise
-from ..reproduction.records import Record, distinct
+from ..reproduction.record import Record, distinct, spread_of
+from ..reproduction.significance import p_value, significant
 from .story import modest
 from .words import LONG, METHODS, NETWORKS, data_name, method_of, spread
 
@@ -36,7 +36,7 @@ def repeats(records: Sequence[Record]) -> list[list[Record]]:
     """
     alike: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
-        told = record.learned_from or "train" in record.checksums  # by `fit`, or by a command
+        told = record.trained_on or "train" in record.checksums  # by `fit`, or by a command
         name = "" if told else _without_seed(record)
         alike.setdefault((kind(record), record.recipe_hash, str(record.complete), name), []).append(record)
     found: list[list[Record]] = []
@@ -59,10 +59,10 @@ def _each_seed_once(records: Sequence[Record]) -> bool:
 
 def _by_what_was_learned(records: list[Record]) -> list[list[Record]]:
     """Apart, where they are known to have learned from other data."""
-    known = dict.fromkeys(record.learned_from for record in records if record.learned_from)
+    known = dict.fromkeys(record.trained_on for record in records if record.trained_on)
     if len(known) < 2:
         return [records]
-    groups = [[record for record in records if record.learned_from == one] for one in [*known, None]]
+    groups = [[record for record in records if record.trained_on == one] for one in [*known, None]]
     return [group for group in groups if group]
 
 
@@ -181,10 +181,10 @@ def _told(cmcl: Sequence[Record], ie: Sequence[Record]) -> str:
     """What the difference is worth."""
     mine, other, examples = spread_of(cmcl), spread_of(ie), cmcl[0].test_examples
     one = "one run each" if mine["n"] == other["n"] == 1 else ""
-    if not noise_known(mine, other, independent(cmcl[0])):
+    if p_value(mine, other, _independent(cmcl[0])) is None:
         runs = one or "one run of one of the two"
         return f"a difference that may be chance; with {runs} of a segmentation nobody can tell"
-    if within_noise(mine, other, independent(cmcl[0])):
+    if not significant(mine, other, _independent(cmcl[0])):
         noise = f"a difference within the noise of {examples:,} test {_noun(cmcl[0])}s"
         return noise + (f" and {one}" if one else "")
     share = 100 * (mine["mean"] - other["mean"]) / other["mean"] if other["mean"] else 0.0
@@ -195,10 +195,10 @@ def _told(cmcl: Sequence[Record], ie: Sequence[Record]) -> str:
 def _near(method: str, found: dict[str, list[Record]]) -> str:
     if "cmcl" not in found:
         return ""
-    pair = spread_of(found[method]), spread_of(found["cmcl"]), independent(found["cmcl"][0])
-    if not noise_known(*pair):
+    pair = spread_of(found[method]), spread_of(found["cmcl"]), _independent(found["cmcl"][0])
+    if p_value(*pair) is None:
         return " (noise not known)"
-    noise = within_noise(*pair)
+    noise = not significant(*pair)
     return f" (within the noise of {METHODS['cmcl']}'s)" if noise else ""
 
 
@@ -211,8 +211,12 @@ def _oracle(found: dict[str, list[Record]]) -> str:
     return f", although MCL's best member for each {_noun(found['mcl'][0])} errs on {oracle} % only"
 
 
+def _independent(record: Record) -> int | None:
+    return None if record.dense else record.test_examples
+
+
 def _things(record: Record) -> str:
-    return "the pixels" if is_dense(record) else f"the test {_noun(record)}s"
+    return "the pixels" if record.dense else f"the test {_noun(record)}s"
 
 
 def _noun(record: Record) -> str:
@@ -222,7 +226,7 @@ def _noun(record: Record) -> str:
 
 def _grain(record: Record) -> str:
     count = record.test_examples
-    few = count < FEW and not is_dense(record)
+    few = count < FEW and not record.dense
     return f"One of the {count} test {_noun(record)}s is {100 / count:.2f} %." if few else ""
 
 

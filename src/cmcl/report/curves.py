@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..reproduction.evidence import Evidence
-from ..reproduction.paper import CELLS
+from ..reproduction.cells import CELLS, Evidence
 from .drawing import Figure, Panel, Point, Series, altair, colour, dash, number, panel, percent, series
 from .gather import Run
 from .tables import Column, Table, Value
@@ -151,13 +150,14 @@ def against_members(id: str, title: str, evidence: Evidence) -> Figure | None:
     found = [(cell, ours) for cell in CELLS if (ours := evidence.cells[cell.id]["ours"])]
     panels, rows = [], []
     for where, key, name in (
-        ("fig4a", "top1", "a: CIFAR-10, ResNet-20 with sharing, top-1 error, %"),
-        ("fig4bc", "top1", "b: iCoseg, top-1 error, %"),
+        ("fig4a", "top1", "a: CIFAR-10, ResNet-20, top-1 error, %"),
+        ("fig4bc", "picked", "b: iCoseg, error of the most confident member, %"),
+        ("fig4bc", "top1", "b: iCoseg, error of the averaged prediction, %"),
         ("fig4bc", "oracle", "c: iCoseg, oracle error, %"),
     ):
         points = [
             {
-                "method": METHODS[cell.where[1]],
+                "method": SHARING if cell.where[1] == "ie-sharing" else METHODS[cell.where[1]],
                 "members": int(cell.where[2].removeprefix("m")),
                 "error": round(ours[key]["mean"], 3),
                 "n": ours[key]["n"],
@@ -197,7 +197,8 @@ def against_members(id: str, title: str, evidence: Evidence) -> Figure | None:
     return Figure(id, title, caption, panels, numbers, legend=METHOD_SERIES)
 
 
-METHOD_SERIES = series(("CMCL", "IE", "MCL"), {"CMCL": "cmcl", "IE": "ie", "MCL": "mcl"})
+SHARING = "IE with sharing"
+METHOD_SERIES = series(("CMCL", "IE", "MCL", SHARING), {"CMCL": "cmcl", "IE": "ie", "MCL": "mcl"})
 
 
 def _thinned(values: Sequence[Any], most: int) -> list[Any]:

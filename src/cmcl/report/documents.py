@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from ..reproduction.cells import Evidence, Records
 from ..reproduction.claims import judge
-from ..reproduction.evidence import Evidence, Records
-from ..reproduction.records import load_records
+from ..reproduction.record import load_records
 from . import story
 from .markdown import claims_markdown, headline, paper_markdown
 

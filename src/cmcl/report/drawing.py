@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from ..reproduction.records import Record
+from ..reproduction.record import Record
 from .tables import Table, Value
 from .themes import COLOURS, DASHES
 from .words import METHODS, method_of

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ..reproduction.cells import Records
 from ..reproduction.claims import judge
-from ..reproduction.evidence import Records
 from . import story
 from .alarms import CURE, alarms
 from .comparing import of_runs

@@ -10,7 +10,7 @@ from .. import __version__
 from .._files import replacing
 from ..data.files import cache_root
 from ..reproduction.claims import judge
-from ..reproduction.records import Record
+from ..reproduction.record import Record
 from . import story
 from .alarms import CURE, alarms
 from .comparing import of_runs

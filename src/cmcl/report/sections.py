@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..reproduction.cells import CELLS, TARGETS, Evidence
 from ..reproduction.claims import Verdict
-from ..reproduction.evidence import Evidence
-from ..reproduction.paper import CELLS, TARGETS
-from ..reproduction.records import Record
+from ..reproduction.record import Record
 from . import charts, curves
 from .drawing import Figure, method_label
 from .gather import Material, Run

@@ -1,12 +1,11 @@
 """What the numbers mean, in plain sentences that are computed from them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-from ..reproduction.claims import FAILS, HOLDS, NEARLY, UNDECIDED, UNKNOWN, Verdict
-from ..reproduction.evidence import Evidence, Records
-from ..reproduction.paper import TARGETS
-from ..reproduction.records import Record, distinct
+from ..reproduction.cells import TARGETS, Evidence, Records
+from ..reproduction.claims import FAILS, HOLDS, INCONCLUSIVE, UNTESTED, Comparison, Verdict
+from ..reproduction.record import Record, distinct
+from ..reproduction.significance import describe
 from .words import DATA, spread
 
 PAPER = "Confident multiple choice learning"
@@ -35,10 +34,9 @@ def of_the_paper(records: Records) -> str:
         cells = [f"table3/{data}-resnet20-{method}" for method in ("cmcl", "ie")]
         mine, other = (found.error(cell) for cell in cells)
         if mine and other:
-            chance = found.chance(*cells)
-            beside = (
-                f"({_numbers(mine, other)}{chance and f', {chance}'}; paper: {_printed(data):.2f} % fewer)"
-            )
+            pair = Comparison.of(found.standing(cells[0]), found.standing(cells[1]))
+            numbers = f"{spread(mine)} against {spread(other)} %, {describe(*pair)}"
+            beside = f"({numbers}; paper: {_printed(data):.2f} % fewer)"
             change = _change(mine["mean"], other["mean"])
             parts.append(f"{change}{'' if parts else ' errors'} on {DATA[data]} {beside}")
     if not parts:
@@ -48,11 +46,6 @@ def of_the_paper(records: Records) -> str:
     return (
         f"Compared with an independent ensemble, five ResNet-20 trained with CMCL make {' and '.join(parts)}."
     )
-
-
-def _numbers(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    runs = "one run each" if mine["n"] == other["n"] == 1 else f"n = {mine['n']} and {other['n']}"
-    return f"{spread(mine)} against {spread(other)} %, {runs}"
 
 
 def _printed(data: str) -> float:
@@ -70,11 +63,11 @@ def how_far(records: Records, verdicts: Sequence[Verdict]) -> str:
     """How much of the paper is measured."""
     measured, printed = _measured(Evidence.of(records))
     statuses = [verdict.status for verdict in verdicts]
-    held, failed, open_ = map(statuses.count, (HOLDS, FAILS, UNDECIDED))
-    near = statuses.count(NEARLY) + statuses.count(UNKNOWN)
+    held, failed, open_ = map(statuses.count, (HOLDS, FAILS, INCONCLUSIVE))
+    near = statuses.count(UNTESTED)
     rest = len(verdicts) - held - near - failed - open_
-    noise = f" ({near} by differences that may be chance)" if near else ""
-    undecided = f"{open_} cannot be told from the runs there are, " if open_ else ""
+    noise = f" ({near} by one run each, without a test)" if near else ""
+    undecided = f"{open_} inconclusive, " if open_ else ""
     return (
         f"{measured} of the {printed} cells of Tables 1 to 3 are measured. Of {len(verdicts)} claims of the "
         f"paper {held + near} held up{noise}, {failed} did not, {undecided}"

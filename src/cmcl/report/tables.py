@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from ..reproduction.evidence import Evidence, Records
-from ..reproduction.paper import CELLS, TARGETS, Cell
-from ..reproduction.records import Record, distinct
-from ..reproduction.records import spread as summed
+from ..reproduction.cells import CELLS, TARGETS, Cell, Evidence, Records
+from ..reproduction.claims import Comparison
+from ..reproduction.record import Record, distinct
+from ..reproduction.record import spread as summed
+from ..reproduction.significance import significant
 from . import story
 from .comparing import repeats
 from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread
@@ -153,7 +154,7 @@ def _side(found: Evidence, cell: str, rival: str, key: str) -> str | None:
     own, ie = (found.cells[id]["paper"][key] for id in (cell, rival))
     if own == ie or min(mine["n"], other["n"]) < 2:
         return None
-    if found.chance(cell, rival, key):
+    if not significant(*Comparison.of(found.standing(cell), found.standing(rival), key)):
         return "near"
     return "same" if (mine["mean"] < other["mean"]) == (own < ie) else "other"
 
@@ -201,8 +202,7 @@ def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = 
     note = (
         "Top-1: the ensemble's answer; for segmentation, the most confident member's. Oracle: the best "
         "member's for each image. Member: the mean member's. ECE: expected calibration error. Of several "
-        "seeds the mean ± standard deviation comes first. Seconds: of the whole run; seeds that trained "
-        "together took them together, not each."
+        "seeds the mean ± standard deviation comes first. Seconds: of the whole run."
     )
     source = story.made_on(records)
     return Table("summary", "Errors on the test set", columns, rows, note=note, source=source)
@@ -236,5 +236,4 @@ def _summed_up(record: Record) -> tuple[float, ...]:
 
 
 def _seconds(record: Record) -> str:
-    seeds = len(record.together)
-    return f"{record.seconds:,.0f}" + (f" for {seeds} seeds" if seeds > 1 else "")
+    return f"{record.seconds:,.0f}"

@@ -13,10 +13,10 @@ from pathlib import Path
 from ..training import Diverged, Interrupted, Options
 from ..training.checkpoint import DamagedError
 from .campaign import campaign
+from .cells import CELLS, select, summarise
 from .deadline import parse_budget, stopping_after
-from .paper import CELLS, select
 from .recipes import find
-from .records import load_records, summarise
+from .record import load_records
 from .run import run
 
 

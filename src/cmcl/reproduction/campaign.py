@@ -16,13 +16,13 @@ from ..training import Diverged, Interrupted, Options
 from ..training.checkpoint import DamagedError
 from ..training.locking import FolderInUseError
 from ..training.setup import find_device
+from .cells import Cell, fills, known_checksums
 from .costs import EXAMPLES, at_its_own_speed, expected_seconds
 from .deadline import parse_budget, stopping_after
 from .environment import device_name
-from .paper import Cell
 from .recipes import find
-from .records import Record, fills, known_checksums, load_records
-from .run import load_outside, reached, run, run_folder
+from .record import Record, load_records
+from .run import load_ood, reached, run, run_folder
 
 __all__ = ["Job", "Report", "campaign", "parse_budget", "plan"]
 
@@ -173,8 +173,8 @@ def _seeds_done(cells: list[Cell], records: list[Record], root: str | Path | Non
     """Those whose records fill all that can be filled here: figure 2 cannot, without its unseen data."""
     checksums = known_checksums(records)
     done = {r.seed for r in records if all(fills(r, cell, checksums) for cell in cells)}
-    but_one = {r.seed for r in records if all(fills(r, cell, checksums, outside=False) for cell in cells)}
-    return but_one if but_one > done and load_outside(cells[0].recipe.data, root) is None else done
+    but_one = {r.seed for r in records if all(fills(r, cell, checksums, ood=False) for cell in cells)}
+    return but_one if but_one > done and load_ood(cells[0].recipe.data, root) is None else done
 
 
 def _what_is_missing(job: Job, cells: Sequence[Cell], records: list[Record], root: str | Path | None) -> Job:

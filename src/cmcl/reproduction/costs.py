@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..training.config import Recipe
 from .environment import stretches
-from .records import Record
+from .record import Record
 
 # Milliseconds of one step of one member in an ensemble of five, on an H200.
 ROUGH = {"cnn": 0.35, "resnet20": 0.8, "vggnet17": 1.2, "googlenet18": 2.0, "fcn": 1.0}
@@ -70,7 +70,7 @@ def _rough(recipe: Recipe, seeds: int, cpu: bool) -> float:
 
 
 def _ran(record: Record) -> tuple[Recipe, int]:
-    return Recipe.from_json(record.recipe), len(record.together)
+    return Recipe.from_json(record.recipe), 1
 
 
 def _likeness(record: Record, recipe: Recipe) -> tuple[bool, ...]:

@@ -25,14 +25,14 @@ class Answers(NamedTuple):
 
     test: Tensor  # mode "expected" of feature sharing
     drawn: Tensor  # mode "sampled"; the same tensor where nothing is shared
-    outside: Tensor | None = None  # images of a kind that the ensemble has never seen
+    ood: Tensor | None = None  # of OOD images
 
 
 def ask(
     ensemble: Ensemble,
     images: Tensor,
     *,
-    outside: Tensor | None = None,
+    ood: Tensor | None = None,
     batch_size: int = 1000,
     seed: int = 0,
     title: str = "",
@@ -42,7 +42,7 @@ def ask(
     Args:
         ensemble: whom to ask.
         images: transformed or raw.
-        outside: images of a kind that the ensemble has never seen.
+        ood: out-of-distribution images.
         batch_size: images at a time.
         seed: of the masks in mode "sampled".
         title: of a bar on the terminal; none without it.
@@ -52,7 +52,7 @@ def ask(
     drawn = test
     if ensemble.share_after is not None:
         drawn = of(images, mode="sampled", seed=seed, title=title and f"{title}, masks drawn")
-    unseen = None if outside is None else of(outside, title=title and f"{title}, never seen")
+    unseen = None if ood is None else of(ood, title=title and f"{title}, OOD")
     return Answers(test, drawn, unseen)
 
 
@@ -93,16 +93,12 @@ def predict(
 
 
 def errors(probs: Tensor, targets: Tensor) -> dict[str, float]:
-    """`top1` is the paper's: of the averaged answer or, for segmentation, of the most confident member."""
+    """In percent: of the averaged prediction, of the most confident member, of the best member."""
     ignore = ignored(targets, probs.shape[2])
     scores = metrics.Accumulator()
     scores.update(probs, targets, ignore_index=ignore)
     found = scores.compute()
-    averaged, oracle, picked = (
-        metrics.percent(found[f"{name}_error"]) for name in ("top1", "oracle", "picked")
-    )
-    top1 = picked if targets.ndim > 1 else averaged
-    return {"top1": top1, "oracle": oracle, "picked": picked, "averaged": averaged}
+    return {name: metrics.percent(found[f"{name}_error"]) for name in ("top1", "picked", "oracle")}
 
 
 def _calibration(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[str, Any]:
@@ -146,8 +142,8 @@ def _entropies(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[st
         found["test"] = [_histogram(values, top) for values in own]
     found["averaged"] = _histogram(metrics.entropy(probs.mean(0), dim=1), top)
     if unseen is not None:
-        found["outside"] = [_histogram(values, top) for values in metrics.entropy(unseen)]
-        found["averaged_outside"] = _histogram(metrics.entropy(unseen.mean(0), dim=1), top)
+        found["ood"] = [_histogram(values, top) for values in metrics.entropy(unseen)]
+        found["averaged_ood"] = _histogram(metrics.entropy(unseen.mean(0), dim=1), top)
     return found
 
 

@@ -30,7 +30,7 @@ from ..training.telemetry import finite
 from . import environment
 from .gallery import write_gallery
 from .measure import ask, measure
-from .records import Record
+from .record import Network, Record
 
 PIXELS = (torch.uint8, torch.float32)
 CHANNELS = (1, 3, 4)  # that can be drawn
@@ -53,7 +53,7 @@ def record(
     recipe: Recipe,
     result: Result,
     seed: int | None = None,
-    outside: Dataset | Tensor | None = None,
+    ood: Dataset | Tensor | None = None,
     options: Options | None = None,
     ignore_index: int | None = None,
 ) -> Record:
@@ -69,7 +69,7 @@ def record(
         recipe, result, options: what `fit` was given and what it returned. After a loop of your own, the
             `Recipe` that tells what was done, and `Result(steps=..., seconds=...)`, with `rows` for curves.
         seed: which of those that `fit` was given, if there are several; they get folders of their own inside.
-        outside: inputs of a kind that it has never seen.
+        ood: out-of-distribution inputs.
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is one anyway.
     """
     _check_ensemble(ensemble)
@@ -79,8 +79,8 @@ def record(
     if isinstance(test, Dataset) and ignore_index is not None:
         raise TypeError("test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255.")
     data = test if isinstance(test, Dataset) else _data(ensemble, *_pair(test), ignore_index)
-    unseen = outside if outside is None or isinstance(outside, Dataset) else _unseen(outside)
-    answers = ask(ensemble, data.images, outside=None if unseen is None else unseen.images, seed=seed)
+    unseen = ood if ood is None or isinstance(ood, Dataset) else _unseen(ood)
+    answers = ask(ensemble, data.images, ood=None if unseen is None else unseen.images, seed=seed)
     ensemble.save(own / "ensemble")
     made = Record(
         name=folder.name,
@@ -93,12 +93,11 @@ def record(
         checksums={"test": tensor_checksum({"images": data.images, "targets": data.targets})},
         network=None if recipe.network else described(ensemble.members),
         task=result.task,
-        learned_from=result.data,
+        trained_on=result.data,
         weights=saved_checksum(own / "ensemble"),
-        outside=None if unseen is None else unseen.source,
+        ood=None if unseen is None else unseen.source,
         steps=result.steps,
         seconds=round(result.seconds, 3),
-        together=result.seeds,
         **environment.facts(options or Options()),
         **measure(answers, data.targets),
     )
@@ -183,10 +182,10 @@ def _pair(test: Data) -> tuple[Tensor, Tensor]:
     return torch.as_tensor(test[0]), torch.as_tensor(test[1])
 
 
-def _unseen(outside: Any) -> Inputs:
-    if not isinstance(outside, Tensor | np.ndarray):
-        raise TypeError(f"outside must be a Dataset or a tensor of inputs. Got {_checks.kind(outside)}.")
-    inputs = torch.as_tensor(outside)
+def _unseen(ood: Any) -> Inputs:
+    if not isinstance(ood, Tensor | np.ndarray):
+        raise TypeError(f"ood must be a Dataset or a tensor of inputs. Got {_checks.kind(ood)}.")
+    inputs = torch.as_tensor(ood)
     return Inputs(inputs, inputs)
 
 
@@ -198,7 +197,7 @@ def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(loader.dataset, **kept)
 
 
-def described(members: nn.ModuleList) -> dict[str, Any]:
+def described(members: nn.ModuleList) -> Network:
     """What tells the networks of two ensembles apart; the same however many members there are."""
     kinds = sorted({json.dumps(_parts(member)) for member in members})
     return {

@@ -29,8 +29,8 @@ from . import environment
 from .building import build, check_fits, named
 from .gallery import write_gallery
 from .measure import Answers, ask, errors, measure, predict
-from .recipes import OUTSIDE, find
-from .records import Record
+from .recipes import OOD, find
+from .record import Record, read
 
 LONGEST = 100  # letters of a list of seeds in a folder's name
 TRAINED = ("steps", "seconds", *environment.FACTS, "resumed_with")  # fields of a record that tell of training
@@ -43,7 +43,7 @@ class Sets:
     train: Dataset
     test: Dataset
     pictures: Tensor  # the raw images of `test`, for people
-    outside: Dataset | None  # through the transform that was fitted to `train`
+    ood: Dataset | None  # through the transform that was fitted to `train`
     transform: Transform | None
     checksums: dict[str, str]  # of the raw data
 
@@ -108,7 +108,6 @@ def run(
         "recipe": recipe.to_json(),
         "recipe_hash": recipe.hash,
         "full_length": steps is None,
-        "together": list(seeds),
     }
     records, people = [], Console(stderr=True, quiet=options.quiet)
     for seed, ensemble in zip(seeds, ensembles, strict=True):
@@ -119,19 +118,19 @@ def run(
         answers, measured = _measure(ensemble, sets, recipe, seed, test_limit, options)
         weights = saved_checksum(own / "ensemble")
         records.append(record := Record(seed=seed, weights=weights, **facts, **trained, **measured))
-        record.save_if_new(own / "record.json")
+        record.save(own / "record.json")
         write_gallery(own / "gallery", answers.test, sets.test[:test_limit], sets.pictures)
         if results is not None:
-            record.save_if_new(Path(results) / "records" / record.file_name)
+            record.save(Path(results) / "records" / record.file_name)
     return records
 
 
 def _to_measure(sets: Sets, recipe: Recipe, limit: int | None) -> str:
     """What a person waits for: on a CPU it may take longer than a short training."""
     text = f"measuring on {len(sets.test[:limit]):,} test images"
-    if sets.outside is None:
+    if sets.ood is None:
         return text
-    return f"{text}, and on {len(sets.outside[:limit]):,} of {OUTSIDE[recipe.data or '']}, never seen"
+    return f"{text}, and on {len(sets.ood[:limit]):,} OOD images of {OOD[recipe.data or '']}"
 
 
 def run_folder(out: str | Path, name: str, recipe: Recipe, seeds: Sequence[int]) -> Path:
@@ -163,7 +162,7 @@ def _steps(recipe: Recipe, train: Dataset) -> int:
 
 def _trained(folder: Path, record: Path, result: Result, now: dict[str, Any]) -> dict[str, Any]:
     """What a run's training took and ran on. One that is only measured again keeps what its record says."""
-    before = Record.read(record)
+    before = read(record)
     if before is not None and not result.rows:
         return {key: getattr(before, key) for key in TRAINED}
     # Finished by an earlier version, which kept no notes: the step tells that its training is not known.
@@ -174,7 +173,7 @@ def _trained(folder: Path, record: Path, result: Result, now: dict[str, Any]) ->
 
 def same_training(one: Record, other: Record) -> bool:
     """Whether two records tell of the same weights; what was measured of them may differ."""
-    return all(getattr(one, key) == getattr(other, key) for key in ("seed", "together", *TRAINED))
+    return all(getattr(one, key) == getattr(other, key) for key in ("seed", *TRAINED))
 
 
 def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Path | None = None) -> Sets:
@@ -183,11 +182,11 @@ def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
         raise ValueError("recipe.data must name a data set. Got None. Load the data and call cmcl.fit.")
     preset = None if recipe.preprocess is None else named("preprocess", recipe.preprocess, PRESETS)
     train, test = (data.load(recipe.data, split=split, root=root) for split in ("train", "test"))
-    outside = load_outside(recipe.data, root)
+    ood = load_ood(recipe.data, root)
     checksums = {"train": train.checksum, "test": test.checksum}
     train = train if recipe.subset is None else few(train, recipe.subset)
     if preset is None:
-        return Sets(train, test, test.images, outside, None, checksums)
+        return Sets(train, test, test.images, ood, None, checksums)
     pictures = test.images
     learned = train
     if recipe.validation:  # what the choice is made by must not be looked at
@@ -195,32 +194,32 @@ def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
         learned = split_validation(train, recipe.validation)[0]
     transform = fitted(preset(), learned, cache)
     train, test = (transformed(transform, one, cache) for one in (train, test))
-    outside = outside and transformed(transform, outside, cache)
-    return Sets(train, test, pictures, outside, transform, checksums)
+    ood = ood and transformed(transform, ood, cache)
+    return Sets(train, test, pictures, ood, transform, checksums)
 
 
-def load_outside(name: str | None, root: str | Path | None) -> Dataset | None:
+def load_ood(name: str | None, root: str | Path | None) -> Dataset | None:
     """What those who learned from `name` have never seen, for figure 2; without it None, said once."""
-    other = OUTSIDE.get(name or "")
+    other = OOD.get(name or "")
     try:
         return None if other is None else data.load(other, split="test", root=root)
     except FileNotFoundError as error:
-        warnings.warn(f"figure 2 goes without data that the members have not seen: {error}", stacklevel=1)
+        warnings.warn(f"figure 2 lacks its out-of-distribution data: {error}", stacklevel=1)
         return None
 
 
 def _measure(
     ensemble: Ensemble, sets: Sets, recipe: Recipe, seed: int, limit: int | None, options: Options
 ) -> tuple[Answers, dict[str, Any]]:
-    test, outside = sets.test[:limit], sets.outside and sets.outside[:limit]
-    unseen, batch = None if outside is None else outside.images, options.evaluation_batch
+    test, ood = sets.test[:limit], sets.ood and sets.ood[:limit]
+    unseen, batch = None if ood is None else ood.images, options.evaluation_batch
     title = "" if options.quiet else f"seed {seed}"
-    answers = ask(ensemble, test.images, outside=unseen, batch_size=batch, seed=seed, title=title)
+    answers = ask(ensemble, test.images, ood=unseen, batch_size=batch, seed=seed, title=title)
     found = measure(answers, test.targets) | {
         "test_examples": len(test),
         "full_test": len(test) == len(sets.test),
         "checksums": sets.checksums,
-        "outside": None if outside is None else OUTSIDE[str(recipe.data)],
+        "ood": None if ood is None else OOD[str(recipe.data)],
     }
     held_out = hold_out(sets.train, recipe.validation)[1]
     if isinstance(held_out, Dataset):

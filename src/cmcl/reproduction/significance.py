@@ -8,36 +8,48 @@ from scipy import stats
 
 LEVEL = 0.05  # a difference with a larger p-value is not significant
 
+Spread = Mapping[str, Any]  # {"mean", "std", "n"}, errors in percent; std is None for one run
 
-def p_value(mine: Mapping[str, Any], other: Mapping[str, Any], examples: int | None) -> float | None:
-    """The two-sided p-value of the difference of two mean errors; None if one run each says nothing.
 
-    The variance of a mean is that of the seeds, std²/n, plus that of the test examples, p(1 - p)/examples
-    with the pooled p. Both methods are tested on the same examples, so the test is conservative.
+def p_value(mine: Spread, other: Spread, examples: int | None) -> float | None:
+    """The two-sided p-value of the difference of two mean errors; None where no test applies.
+
+    Welch's t-test over the seeds; Student's where one side has one run, which takes the other's variance.
+    With one run each, a two-proportion z-test over the test examples.
 
     Args:
-        mine: {"mean", "std", "n"}, in percent; std is None for one run, which then takes the other's.
+        mine: mean, standard deviation and number of runs.
         other: the same.
-        examples: in the test set, if they err independently. None for pixels, which do not: then only the
-            seeds measure the variance (Student's t), and both sides need two runs.
+        examples: in the test set, if they err independently. None for pixels, which do not.
     """
-    known = [side["std"] for side in (mine, other) if side["std"] is not None]
-    if examples is None and len(known) < 2:
-        return None
-    pooled = (mine["mean"] + other["mean"]) / 200
-    variance = 2 * 100**2 * pooled * (1 - pooled) / examples if examples else 0.0
-    for side in (mine, other):
-        std = side["std"] if side["std"] is not None else (known or [0.0])[0]
-        variance += std**2 / side["n"]
-    difference = abs(mine["mean"] - other["mean"])
-    if variance == 0 or difference == 0:
-        return 1.0 if difference == 0 else 0.0
-    ratio = difference / sqrt(variance)
-    tail = stats.norm.sf(ratio) if examples else stats.t.sf(ratio, mine["n"] + other["n"] - 2)
-    return float(2 * tail)
+    a, b, n = mine["mean"], other["mean"], (mine["n"], other["n"])
+    if max(n) == 1:
+        return None if examples is None else _proportions(a / 100, b / 100, examples)
+    std = mine["std"] or 0.0, other["std"] or 0.0
+    if not any(std) or a == b:
+        return float(a == b)
+    return float(stats.ttest_ind_from_stats(a, std[0], n[0], b, std[1], n[1], equal_var=min(n) == 1).pvalue)
 
 
-def significant(mine: Mapping[str, Any], other: Mapping[str, Any], examples: int | None) -> bool:
+def _proportions(a: float, b: float, examples: int) -> float:
+    pooled = (a + b) / 2
+    if a == b:
+        return 1.0
+    return float(2 * stats.norm.sf(abs(a - b) / sqrt(2 * pooled * (1 - pooled) / examples)))
+
+
+def significant(mine: Spread, other: Spread, examples: int | None) -> bool:
     """Whether the difference has a p-value below `LEVEL`."""
     found = p_value(mine, other, examples)
     return found is not None and found < LEVEL
+
+
+def describe(mine: Spread, other: Spread, examples: int | None) -> str:
+    """The numbers of runs, the test and its p-value: "n = 3 and 3, Welch's t-test, p = 0.012"."""
+    n, p = (mine["n"], other["n"]), p_value(mine, other, examples)
+    runs = f"n = {n[0]} and {n[1]}"
+    if p is None:
+        return f"{runs}, no test"
+    seeds = "Welch's t-test" if min(n) > 1 else "Student's t-test"
+    test = seeds if max(n) > 1 else f"z-test over {examples:,} examples"
+    return f"{runs}, {test}, {'p < 0.001' if p < 0.001 else f'p = {p:.2g}'}"

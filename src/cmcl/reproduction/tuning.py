@@ -149,7 +149,7 @@ def tune(
 
 def _held_out(name: str, recipe: Recipe, seeds: Sequence[int], shared: Mapping[str, Any]) -> float:
     """The mean held-out top-1 error over the seeds, from records where they are there already."""
-    from .records import Record
+    from .record import Record
     from .run import run, run_folder
 
     folder = run_folder(shared["out"], name, recipe, seeds)
@@ -159,7 +159,7 @@ def _held_out(name: str, recipe: Recipe, seeds: Sequence[int], shared: Mapping[s
     else:
         # One test image, because `run` wants some: nobody is to choose by the others, nor to wait for them.
         records = run(recipe, seeds, name=name, test_limit=1, **shared)
-    return fmean((record.validation or {})["top1"] for record in records)
+    return fmean(record.validation["top1"] for record in records if record.validation)
 
 
 def _length(recipe: Recipe) -> str:

@@ -1,0 +1,209 @@
+"""`Record`: one trained ensemble, evaluated. One JSON file each, so that results merge by copying files."""
+
+import json
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Any, Final, Literal, NotRequired, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+from typing_extensions import TypedDict
+
+from .._files import read_json, replacing
+from .._schema import Schema
+from ..training.config import Recipe
+
+FORMAT: Final = 2  # raise it when an earlier version of cmcl could misread what is written
+EVALUATED = {"errors", "members", "classwise", "calibration", "entropy", "ood", "validation", "format"}
+
+Percent = Annotated[float, Field(ge=0, le=100)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Histogram = list[Count]
+
+
+class Errors(TypedDict):
+    """Error rates in percent."""
+
+    top1: Percent  # of the averaged prediction
+    picked: Percent  # of the most confident member's: the paper's top-1 error for segmentation
+    oracle: Percent  # of the best member for each example
+
+
+class Modes(TypedDict):
+    """Errors by mode of feature sharing at test time; both are the same without sharing."""
+
+    expected: Errors
+    sampled: Errors
+
+
+class Reliability(TypedDict):
+    """Bins of equal width over the confidence of the averaged prediction; None where a bin is empty."""
+
+    count: Histogram
+    confidence: list[Percent | None]
+    accuracy: list[Percent | None]
+
+
+class Calibration(TypedDict):
+    """Of the averaged prediction. ECE is in percent."""
+
+    ece: Percent
+    nll: NotRequired[float]
+    brier: NotRequired[float]
+    aurc: NotRequired[float]
+    auroc: NotRequired[float]  # needs OOD data, and so does the next
+    fpr95: NotRequired[float]
+    reliability: Reliability
+    risk_coverage: Annotated[list[Percent], Field(min_length=1)]  # error of the 1 %, 2 %, ... most confident
+
+
+class Entropy(TypedDict):
+    """Histograms from 0 to `largest`: of each member, and of the averaged prediction."""
+
+    bins: Count
+    largest: Annotated[float, Field(gt=0)]
+    specialised: NotRequired[list[Histogram]]  # on the classes that a member specialises in
+    other: NotRequired[list[Histogram]]  # on the other classes
+    test: NotRequired[list[Histogram]]  # of segmentation, on all images
+    averaged: Histogram
+    ood: NotRequired[list[Histogram]]
+    averaged_ood: NotRequired[Histogram]
+
+
+# a keyword in its class syntax
+Network = TypedDict("Network", {"class": str, "parameters": Count, "digest": str})
+
+
+class Record(Schema):
+    """The result of a run, and everything that determined it."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str  # of the recipe
+    recipe: dict[str, Any]
+    recipe_hash: str
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
+    full_length: bool  # False: shortened, to try something out
+    full_test: bool  # False: evaluated on part of the test set
+    test_examples: Annotated[int, Field(gt=0, lt=2**63)]
+    checksums: dict[str, str]  # of the data, by split: "train", "test"
+    errors: Modes
+    members: Annotated[list[Percent], Field(min_length=1)]  # error of each member alone
+    classwise: list[list[Percent | None]]  # accuracy (M, C)
+    calibration: Calibration
+    entropy: Entropy
+    network: Network | None = None  # of a network that no recipe names
+    task: str | None = None  # the name of a custom task loss
+    trained_on: str | None = None  # custom data: how many examples, with which labels
+    weights: str | None = None  # checksum of the trained weights; early records lack it
+    ood: str | None = None  # the dataset behind `entropy["ood"]` and AUROC
+    validation: Errors | None = None  # on the held-out part of the training set
+    steps: Count
+    seconds: Annotated[float, Field(ge=0)]
+    device: str
+    precision: str
+    versions: dict[str, str | None]
+    commit: str | None
+    resumed_with: list[dict[str, Any]] = Field(
+        default_factory=list
+    )  # environments of all parts of the run, if they differ
+    format: Literal[2] = FORMAT
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _known_format(cls, value: Any) -> Any:
+        if value != FORMAT:
+            hint = "Upgrade cmcl" if isinstance(value, int) and value > FORMAT else "Run it again"
+            raise ValueError(f"format must be {FORMAT}. Got {str(value)[:20]}. {hint}.")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        members = Recipe.from_json(self.recipe).members
+        if {len(self.members), len(self.classwise)} != {members}:
+            raise ValueError(f"members and classwise must have {members} entries, as many as the recipe.")
+        if len({len(row) for row in self.classwise}) > 1 or not any(x is not None for x in self.classwise[0]):
+            raise ValueError("classwise must have rows of one length, with accuracies.")
+        if missing := {"data", "network", "method", "sharing"} - set(self.recipe):
+            raise ValueError(f"recipe must have a field {min(missing)!r}. Got none.")
+        return self
+
+    @property
+    def complete(self) -> bool:
+        """Whether training and evaluation have their full length."""
+        return self.full_length and self.full_test
+
+    @property
+    def dense(self) -> bool:
+        """Whether the ensemble predicts a class per pixel."""
+        return "test" in self.entropy
+
+    @property
+    def identity(self) -> str:
+        """The same for all records of one trained ensemble on the same test data."""
+        # Equal weights may belong to networks that predict differently, as with other dropout at test time.
+        known: Any = [self.weights, self.recipe_hash, self.network, self.task]
+        if self.weights is None:
+            known = self.model_dump(exclude=EVALUATED)
+        return json.dumps([known, self.checksums, self.test_examples, self.full_test], sort_keys=True)
+
+    @property
+    def file_name(self) -> str:
+        """Readable, and unique to recipe and seed."""
+        return file_name(self.name, self.recipe_hash, self.seed)
+
+    def save(self, path: Path) -> None:
+        """Write one JSON file with a line for each field; do nothing if the same record is there."""
+        if read(path) == self:
+            return
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in self.model_dump().items()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
+            part.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "Record":
+        """Read a file that `save` wrote. Everything wrong with it raises `ValueError`."""
+        record: Record = cls.parse(read_json(path), source=path)
+        return record
+
+
+def read(path: Path) -> Record | None:
+    """The record in a file; None where there is no whole one."""
+    try:
+        return Record.load(path)
+    except (ValueError, OSError):
+        return None
+
+
+def file_name(name: str, recipe_hash: str, seed: int) -> str:
+    """The name of a record's file."""
+    return f"{name}--{recipe_hash}--seed{seed}.json"
+
+
+def load_records(results: str | Path) -> list[Record]:
+    """All records in `results`/records, sorted by name. Warns about those that cannot be read."""
+    found = []
+    for path in sorted((Path(results) / "records").glob("*.json")):
+        try:
+            found.append(Record.load(path))
+        except (ValueError, OSError) as error:
+            warnings.warn(f"skipped: {error}", stacklevel=2)
+    return found
+
+
+def distinct(records: Iterable[Record]) -> list[Record]:
+    """The records without copies of the same run's."""
+    return list({record.identity: record for record in records}.values())
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, sample standard deviation (None for one value) and number of values."""
+    std = round(stdev(values), 6) if len(values) > 1 else None
+    return {"mean": round(fmean(values), 6), "std": std, "n": len(values)}
+
+
+def spread_of(records: Sequence[Record], key: str = "top1") -> dict[str, Any]:
+    """The `spread` of an error in records."""
+    return spread([record.errors["expected"][key] for record in records])  # type: ignore[literal-required]
