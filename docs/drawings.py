@@ -151,8 +151,8 @@ def entropy() -> Figure:
 
 def figure2() -> Figure:
     """The paper's figure 2a-c: the members of MCL and CMCL, K = 1, and the averaged answer of IE."""
-    members = {"specialised": "specialised", "other": "other", "outside": "unseen"}
-    averaged = {"averaged": "known", "averaged_outside": "unseen"}
+    members = {"specialised": "specialised", "other": "other", "ood": "unseen"}
+    averaged = {"averaged": "known", "averaged_ood": "unseen"}
     titles = {"mcl": "MCL", "cmcl": "CMCL", "ie-adversarial": "IE, adversarial (averaged)"}
     panels = {}
     for method, title in titles.items():
@@ -239,14 +239,15 @@ def rejecting() -> Figure:
 def segmentation() -> Figure:
     """The paper's figures 4b and 4c: errors against the number of members."""
     figure = Figure(figsize=(8.6, 3.2), layout="constrained")
-    panels = figure.subplots(1, 2, sharex=True)
-    kinds = (("top1", "top-1 error, % of pixels"), ("oracle", "oracle error, % of pixels"))
+    panels = figure.subplots(1, 3, sharex=True, sharey=True)
+    kinds = (("picked", "most confident member"), ("top1", "averaged prediction"), ("oracle", "oracle"))
     for axes, (kind, label) in zip(panels, kinds, strict=True):
         for method, colour in COLOURS.items():
             errors = segmentation_errors(kind)
             points = sorted((m, error) for (m, name), error in errors.items() if name == method or m == 1)
             axes.plot(*zip(*points, strict=True), "o-", color=colour, lw=1.8, ms=5, label=method.upper())
-        axes.set(xlabel="members", ylabel=label, xticks=range(1, 6), ylim=(0, None))
+        axes.set(title=label, xlabel="members", xticks=range(1, 6), ylim=(0, None))
+    panels[0].set(ylabel="error, % of pixels")
     panels[0].legend(fontsize=9, loc="lower left")
     return figure
 
