@@ -20,7 +20,7 @@ import cmcl.data.cifar10
 import cmcl.data.icoseg
 import cmcl.data.svhn  # noqa: F401  (imported here, so that no row pays for it)
 from cmcl.data import Dataset, load
-from cmcl.data.preprocess import GCN, ZCA, Chain
+from cmcl.data.transforms import GCN, ZCA, Compose
 
 
 @dataclass
@@ -64,7 +64,7 @@ def _resident() -> int:
 
 def whiten(data: Dataset) -> Tensor:
     """What the paper's CIFAR-10 went through."""
-    return Chain([GCN(), ZCA()]).fit(data).transform(data.images)
+    return Compose([GCN(), ZCA()]).fit(data).transform(data.images)
 
 
 def measure_agreement() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import cmcl
 from cmcl.cli.runs import find_ensembles, open_ensemble
-from cmcl.data.dataset import Dataset, split_validation, spread
+from cmcl.data.dataset import Dataset, evenly_spaced, split_validation
 from cmcl.networks import SplitNetwork
 from cmcl.networks.cnn import DropoutPool, PlainDropout
 from cmcl.reproduction.environment import commit, device_name, versions
@@ -78,10 +78,10 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="test images")
     given = parser.parse_args()
     test, train = (cmcl.data.load("cifar10", split=split, root=given.root) for split in ("test", "train"))
-    name, other = "train", spread(train, given.train_images)
+    name, other = "train", evenly_spaced(train, given.train_images)
     if given.held_out:
         name, other = "held-out", split_validation(train, given.held_out)[1]
-    test = spread(test, given.limit)
+    test = evenly_spaced(test, given.limit)
     print(f"{device_name(torch.device(given.device))}, torch {versions()['torch']}, commit {commit()}")
     print(f"{len(test):,} test images, {len(other):,} {name} images")
     for place in (place for run in given.runs for place in find_ensembles(run)):

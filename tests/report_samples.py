@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from cmcl.data.published import CHECKSUMS
+from cmcl.data.registry import CHECKSUMS
 from cmcl.reproduction import CELLS, find
 from cmcl.reproduction.record import Record
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 import cmcl
 from cmcl import Ensemble, Options, Recipe, evaluate, fit
 from cmcl.data.dataset import IGNORE
-from cmcl.data.preprocess import MeanStd
+from cmcl.data.transforms import MeanStd
 from cmcl.serialization import Missing
 from cmcl.training.admission import check_scored
 from test_train import CLASSES, QUIET, data, identical, weights

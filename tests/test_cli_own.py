@@ -10,7 +10,7 @@ from PIL import Image
 
 import cmcl as package
 from cmcl import cli
-from cmcl.data.dataset import spread
+from cmcl.data.dataset import evenly_spaced
 
 MODULE = """
 import torch
@@ -41,7 +41,9 @@ def folder(tmp_path_factory):
     (home / "my_own_net.py").write_text(MODULE)
     names = {}
     exec(MODULE, names)
-    train, test = (spread(package.data.load("digits", split=split), 100) for split in ("train", "test"))
+    train, test = (
+        evenly_spaced(package.data.load("digits", split=split), 100) for split in ("train", "test")
+    )
     recipe = package.Recipe(members=2, overlap=1, steps=2, optimizer="adam", lr=0.01)
     quiet = package.Options(quiet=True, device="cpu")
     for name, network, output in (("mine", "network", None), ("dicts", "Dict", names["logits"])):

@@ -20,8 +20,8 @@ import cmcl as package
 from cmcl.calibration import Threshold, uncertainty
 from cmcl.cli.runs import SETS, classes_of, data_of, find_ensembles, first_ensemble, number_as, seek
 from cmcl.cli.train import change, changed_name
-from cmcl.data.dataset import spread
-from cmcl.data.preprocess import MeanStd
+from cmcl.data.dataset import evenly_spaced
+from cmcl.data.transforms import MeanStd
 from cmcl.reproduction import find
 from cmcl.reproduction.recipes import RECIPES, SHAPES
 from cmcl.reproduction.record import Record
@@ -489,7 +489,7 @@ class TestNames:
         code, out, _ = cmcl(*words, *(["--limit", limit] if limit else []))
         found = json.loads(out)
         ordered = some.subset(some.targets.argsort(stable=True))  # as a folder is read
-        some = ordered = spread(ordered, limit)
+        some = ordered = evenly_spaced(ordered, limit)
         assert len(set(some.targets.tolist())) == 2, "of both classes, though they are sorted"
         wrong = package.load(trained / "ensemble").predict(ordered.images).probs.argmax(1) != ordered.targets
         assert code == 0
@@ -642,7 +642,7 @@ class TestPredict:
 
     def test_the_size_is_told_before_the_pixels_are_read(self, cmcl, trained, tmp_path, monkeypatch):
         Image.new("RGB", (28, 20)).save(tmp_path / "large.png")
-        monkeypatch.setattr("cmcl.data.pictures.read_image", pytest.fail)
+        monkeypatch.setattr("cmcl.data.images.read_image", pytest.fail)
         assert "Got 20 x 28. Pass --resize." in cmcl("predict", trained, tmp_path / "large.png")[2]
 
     def test_a_photo_stored_on_its_side_has_the_size_that_is_seen(self, cmcl, trained, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cmcl import Ensemble, SharedStemEnsemble, share_features
-from cmcl.data.preprocess import MeanStd
+from cmcl.data.transforms import MeanStd
 from cmcl.ensemble import in_eval
 from helpers import draw_masks
 

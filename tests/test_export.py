@@ -16,7 +16,7 @@ from cmcl import Ensemble, load
 from cmcl import export as exporting
 from cmcl._files import DiskFullError
 from cmcl.data import load as load_data
-from cmcl.data.preprocess import GCN, ZCA, Chain, MeanStd
+from cmcl.data.transforms import GCN, ZCA, Compose, MeanStd
 from cmcl.export import ABOUT, OUTPUTS, TOLERANCE, export, onnx_runner
 
 ONNX = all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
@@ -55,7 +55,7 @@ def assert_equal(got, expected):
 def whitened():
     torch.manual_seed(0)
     ensemble = cmcl.Ensemble(small_cnn, 3, share_after="stem")
-    ensemble.transform = Chain([GCN(), ZCA()]).fit(images(80, 1, 8, 8))
+    ensemble.transform = Compose([GCN(), ZCA()]).fit(images(80, 1, 8, 8))
     return ensemble
 
 

@@ -8,7 +8,7 @@ import torch
 
 import cmcl
 from cmcl.data.dataset import Dataset
-from cmcl.data.preprocess import MeanStd
+from cmcl.data.transforms import MeanStd
 from cmcl.reproduction import Cell, environment, find
 from cmcl.reproduction.cells import choose, fills, known_checksums, summarise
 from cmcl.reproduction.measure import ask, errors, measure

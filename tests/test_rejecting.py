@@ -27,7 +27,7 @@ from cmcl.calibration import (
 )
 from cmcl.cli.calibrate import reject
 from cmcl.data import load
-from cmcl.data.preprocess import MeanStd
+from cmcl.data.transforms import MeanStd
 from cmcl.serialization import saved_checksum
 
 

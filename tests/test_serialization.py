@@ -13,7 +13,7 @@ from torch import nn
 import cmcl
 from cmcl import Ensemble
 from cmcl._files import DiskFullError
-from cmcl.data.preprocess import ZCA, MeanStd
+from cmcl.data.transforms import ZCA, MeanStd
 
 
 def small():

@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 from cmcl import Ensemble, Recipe, fit, record
 from cmcl.data import Dataset, from_arrays
-from cmcl.data.dataset import few
-from cmcl.data.preprocess import MeanStd
+from cmcl.data.dataset import stratified_subset
+from cmcl.data.transforms import MeanStd
 from cmcl.training import Diverged, Interrupted
 from cmcl.training.capture import Before, check_in_place
 from cmcl.training.run import Run
@@ -61,9 +61,9 @@ class TestExamples:
         recipe = replace(LINEAR, subset=16)
         result = fit(limited, dataset(), recipe=recipe, options=QUIET)
         assert result.steps == 4
-        fit(small_set, few(dataset(), 16), recipe=LINEAR, options=QUIET)
+        fit(small_set, stratified_subset(dataset(), 16), recipe=LINEAR, options=QUIET)
         assert identical(weights(limited), weights(small_set))
-        assert few(dataset(), 16).targets.bincount().tolist() == [4, 4, 4, 4]
+        assert stratified_subset(dataset(), 16).targets.bincount().tolist() == [4, 4, 4, 4]
 
     def test_as_many_as_there_are(self):
         assert fit(apart(), data(16), recipe=replace(LINEAR, subset=16), options=QUIET).steps == 4

@@ -191,7 +191,7 @@ def fitted(transform: T | None) -> T:
     if transform is None:
         raise ValueError(
             "uint8 images must go through a fitted transform, and this ensemble has none. Set "
-            "ensemble.transform before it is trained, such as cmcl.data.preprocess.MeanStd().fit(images); if "
+            "ensemble.transform before it is trained, such as cmcl.data.transforms.MeanStd().fit(images); if "
             "it is trained, to what its images went through, or pass them as it learned them, not as uint8."
         )
     return transform

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 LIMIT = "which takes no file so large (a limit, or the kind of disk)", "Raise the limit"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a quota, a limit on file sizes
@@ -97,6 +97,19 @@ def parse_json(text: str | bytes, source: object) -> Any:
         raise ValueError(f"{source} must be JSON. Got values nested too deep.") from None
     except ValueError as error:  # damage, bytes that are not UTF-8, an integer of thousands of digits
         raise ValueError(f"{source} must be JSON. Got text that cannot be parsed: {error}.") from None
+
+
+def open_binary(path: Path, *, hint: str) -> BinaryIO:
+    """Open for reading; the error of a failure says what is wrong, and ends with `hint`."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} must exist. Got no such file. {hint}") from None
+    except IsADirectoryError:
+        raise IsADirectoryError(f"{path} must be a file. Got a folder. {hint}") from None
+    except PermissionError:
+        message = f"{path} must be readable. Got no read permission. Give it with: chmod u+r '{path}'."
+        raise PermissionError(message) from None
 
 
 def digest(path: Path, algorithm: str = "sha256") -> str:

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from . import __version__, _checks
 from ._files import replacing
-from .data.steps import Chain
-from .data.transform import Transform
 from .ensemble import Ensemble, Prediction, in_turn, prediction
 from .telling import first_line
 
@@ -50,7 +48,7 @@ class Graph(nn.Module):
     def __init__(self, ensemble: Ensemble, *, raw: bool) -> None:
         super().__init__()
         self.ensemble = ensemble
-        self.preprocess = _in_float32(_checks.fitted(ensemble.transform)) if raw else None
+        self.preprocess = _checks.fitted(ensemble.transform).float32_function() if raw else None
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """The outputs by name: who reads the file may not have cmcl and its classes."""
@@ -235,16 +233,6 @@ def _fixed(ensemble: Ensemble) -> Ensemble:
     if fixed.share_at_test == "sampled":
         fixed.share_at_test = "expected"
     return fixed
-
-
-def _in_float32(transform: Transform) -> Callable[[Tensor], Tensor]:
-    """The transform's own formulas on float32 images: float64 is slow or absent where graphs are run."""
-    transform = copy.deepcopy(transform)
-    todo = [transform]
-    for step in todo:
-        todo += step.steps if isinstance(step, Chain) else []
-        step._work = {(name, torch.device("cpu")): value.float() for name, value in step._tensors.items()}
-    return transform._apply
 
 
 @contextmanager

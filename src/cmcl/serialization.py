@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from . import __version__
 from ._files import read_json, replacing
 from ._schema import Schema
-from .data import preprocess
-from .data.transform import Chunks, Transform
+from .data import transforms
+from .data.transforms import Chunks, Transform
 from .ensemble import Ensemble, Network, Output, build_members
 from .networks import BUILDERS, Plain, SplitNetwork
 from .pretrained import SharedStemEnsemble, held_once, join_stems
@@ -198,9 +198,9 @@ def _loaded_transform(
     if config is None:
         return None
     learned = _below("transform.", weights)
-    if learned or not preprocess.build(config).needs_fit:
-        return preprocess.from_state(config, learned)
-    return Missing(config) if root is None else preprocess.refit(config, root)
+    if learned or not transforms.build(config).needs_fit:
+        return transforms.from_state(config, learned)
+    return Missing(config) if root is None else transforms.refit(config, root)
 
 
 class Missing(Transform):

@@ -117,7 +117,7 @@ def write_mask():
 DROP_PRIVILEGES = """
 import os
 from PIL import Image
-import cmcl.data, cmcl.data.checking, cmcl.data.folder, cmcl.data.icoseg, cmcl.data.cifar10, cmcl.data.svhn
+import cmcl.data, cmcl.data.inspect, cmcl.data.folder, cmcl.data.icoseg, cmcl.data.cifar10, cmcl.data.svhn
 Image.init()
 if os.geteuid() == 0:  # only now: another user may not be able to read the modules above
     os.setgid(65534)

@@ -1,13 +1,17 @@
+import gzip
 import os
 import pickle
 import subprocess
 import sys
+import tarfile
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cmcl.data import load
+from cmcl.data.unpickle import read_dict
 
 
 def test_python_version(tmp_path, cifar):
@@ -25,6 +29,7 @@ def test_python_version(tmp_path, cifar):
 def test_pickles_of_every_protocol(tmp_path, cifar, protocol):
     data = load("cifar10", root=cifar.write(tmp_path, cifar.files(protocol)))
     assert (data.images.numpy() == cifar.train()[0]).all()
+    assert data.targets.tolist() == cifar.train()[1]
 
 
 def python2_pickle(data, labels):
@@ -53,23 +58,18 @@ def test_pickles_of_python_2(tmp_path, cifar):
     assert data.targets.tolist() == cifar.train()[1]
 
 
-def test_all_forms_have_one_checksum(tmp_path, cifar):
+def test_all_forms_have_one_checksum_and_archives_are_not_unpacked(tmp_path, cifar):
     roots = [tmp_path / name for name in "abcd"]
     for root in roots:
         root.mkdir()
     cifar.write(roots[0])
     cifar.write(roots[1], cifar.binary_files(), "cifar-10-batches-bin")
-    cifar.write_archive(roots[2])
+    archive = cifar.write_archive(roots[2])
     cifar.write_archive(roots[3], cifar.binary_files(), "cifar-10-batches-bin", "cifar-10-binary.tar.gz")
     loaded = [load("cifar10", root=root) for root in roots]
     assert len({data.checksum for data in loaded}) == 1
     assert len({data.classes for data in loaded}) == 1
-
-
-def test_an_archive_is_not_unpacked_to_disk(tmp_path, cifar):
-    archive = cifar.write_archive(tmp_path)
-    load("cifar10", root=tmp_path)
-    assert list(tmp_path.iterdir()) == [archive]
+    assert list(roots[2].iterdir()) == [archive]
 
 
 def test_root_comes_from_the_environment(tmp_path, cifar, monkeypatch):
@@ -77,13 +77,8 @@ def test_root_comes_from_the_environment(tmp_path, cifar, monkeypatch):
     assert len(load("cifar10", split="test")) == 20
     monkeypatch.delenv("CMCL_DATA")
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"\.cache/cmcl must hold"):
+    with pytest.raises(FileNotFoundError, match=r"\.cache/cmcl must hold.* cmcl data fetch cifar10"):
         load("cifar10")
-
-
-def test_a_missing_set_tells_the_command_that_gets_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"Got neither. Get it with: cmcl data fetch cifar10"):
-        load("cifar10", root=tmp_path)
 
 
 def test_a_missing_batch_is_named(tmp_path, cifar):
@@ -107,11 +102,38 @@ def test_a_complete_archive_beside_an_incomplete_folder(tmp_path, cifar):
 
 
 @pytest.mark.parametrize("names", [3, None, "automobile", [1] * 10, [["cat"]] * 10, ["cat"] * 9])
-def test_wrong_names_of_classes_are_refused(tmp_path, cifar, names):
+def test_wrong_class_names(tmp_path, cifar, names):
     files = cifar.files() | {"batches.meta": pickle.dumps({"label_names": names}, protocol=2)}
-    with pytest.raises(
-        ValueError, match=rf"^{tmp_path}/cifar-10-batches-py/batches.meta must hold 10 class names"
-    ):
+    with pytest.raises(ValueError, match="batches.meta must hold 10 class names"):
+        load("cifar10", root=cifar.write(tmp_path, files))
+
+
+IMAGES = np.zeros((20, 3072), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        ({"data": np.zeros((20, 3000), np.uint8), "labels": [0] * 20}, r"\(n, 3072\). Got \(20, 3000\)"),
+        ({"data": np.zeros((20, 3072), np.float32), "labels": [0] * 20}, "arrays must be uint8, not 'f4'"),
+        ({"data": IMAGES, "labels": [0] * 19 + [11]}, r"labels 0 to 9. Got \[11\]"),
+        ({"data": IMAGES, "labels": [0] * 19 + [-1]}, r"labels 0 to 9. Got \[-1\]"),
+        ({"data": IMAGES, "labels": [10**30] * 20}, r"labels 0 to 9. Got \[1000"),
+        ({"data": IMAGES, "labels": [0] * 19}, "20 labels. Got 19"),
+        ({"data": IMAGES, "labels": ["cat"] * 20}, "integers as labels. Got str"),
+        ({"data": IMAGES, "labels": [1.5] * 20}, "integers as labels. Got float"),
+        ({"data": IMAGES, "labels": [True] * 20}, "integers as labels. Got bool"),
+        ({"data": IMAGES, "labels": [[1]] * 20}, "integers as labels. Got list"),
+        ({"data": IMAGES[:7], "labels": [0] * 7}, "20 images, as the other batches do. Got 7"),
+        ({3: IMAGES, "labels": [0] * 20}, "a string is expected, not int"),
+        ({"pixels": 1}, r"data and labels. Got \['pixels'\]"),
+        ([1, 2], "a dict is expected, not list"),
+        ({"data": {1, 2}}, "set is not allowed"),
+    ],
+)
+def test_wrong_batches(tmp_path, cifar, batch, match):
+    files = cifar.files() | {"data_batch_2": pickle.dumps(batch, protocol=2)}
+    with pytest.raises(ValueError, match=rf"cifar-10-batches-py/data_batch_2 must hold .*({match})"):
         load("cifar10", root=cifar.write(tmp_path, files))
 
 
@@ -122,71 +144,8 @@ def test_a_label_of_the_binary_version_out_of_range(tmp_path, cifar):
         load("cifar10", root=cifar.write(tmp_path, files, "cifar-10-batches-bin"))
 
 
-def test_an_archive_cut_in_half(tmp_path, cifar):
-    archive = cifar.write_archive(tmp_path)
-    content = archive.read_bytes()
-    archive.write_bytes(content[: len(content) // 2])
-    with pytest.raises(
-        ValueError, match=r"cifar-10-python.tar.gz.* Got .*ended before.* cmcl data fetch cifar10"
-    ):
-        load("cifar10", root=tmp_path)
-
-
-def test_a_binary_archive_cut_in_half_or_changed(tmp_path, cifar):
-    archive = cifar.write_archive(
-        tmp_path, cifar.binary_files(), "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
-    )
-    content = archive.read_bytes()
-    for damaged in (content[: len(content) // 2], content[:-8] + bytes(8)):
-        archive.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"must be a whole .tar.gz. Got a damaged one"):
-            load("cifar10", root=tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"no archive at all", b"\x1f\x8b\x08\x00" + bytes(40)])
-def test_something_else_than_an_archive(tmp_path, content):
-    (tmp_path / "cifar-10-python.tar.gz").write_bytes(content)
-    with pytest.raises(ValueError, match=r"must be a whole .tar.gz"):
-        load("cifar10", root=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("batch", "match"),
-    [
-        (
-            {"data": np.zeros((20, 3000), np.uint8), "labels": [0] * 20},
-            r"\(n, 3072\). Got uint8 \(20, 3000\)",
-        ),
-        ({"data": np.zeros((20, 3072), np.float32), "labels": [0] * 20}, "arrays must be uint8, not 'f4'"),
-        ({"data": np.zeros((20, 3072), np.uint8), "labels": [0] * 19 + [11]}, r"labels 0 to 9. Got \[11\]"),
-        ({"data": np.zeros((20, 3072), np.uint8), "labels": [0] * 19}, "20 labels. Got 19"),
-        (
-            {"data": np.zeros((20, 3072), np.uint8), "labels": ["cat"] * 20},
-            "whole numbers as labels. Got str",
-        ),
-        (
-            {"data": np.zeros((20, 3072), np.uint8), "labels": [1.5] * 20},
-            "whole numbers as labels. Got float",
-        ),
-        ({"data": np.zeros((20, 3072), np.uint8), "labels": [[1]] * 20}, "whole numbers as labels. Got list"),
-        ({"data": np.zeros((20, 3072), np.uint8), "labels": [10**30] * 20}, r"labels 0 to 9. Got \[1000"),
-        (
-            {"data": np.zeros((7, 3072), np.uint8), "labels": [0] * 7},
-            "20 images, as the other batches do. Got 7",
-        ),
-        ({3: np.zeros((20, 3072), np.uint8), "labels": [0] * 20}, "a text is expected, not int"),
-        ({"pixels": 1}, r"data and labels. Got \['pixels'\]"),
-        ([1, 2], "a dict is expected, not list"),
-    ],
-)
-def test_wrong_batches_are_refused(tmp_path, cifar, batch, match):
-    files = cifar.files() | {"data_batch_2": pickle.dumps(batch, protocol=2)}
-    with pytest.raises(ValueError, match=rf"cifar-10-batches-py/data_batch_2 must hold .*{match}"):
-        load("cifar10", root=cifar.write(tmp_path, files))
-
-
 @pytest.mark.parametrize("size", [0, 100, -1, 3073 * 20 + 5])
-def test_truncated_files_are_refused(tmp_path, cifar, size):
+def test_truncated_files(tmp_path, cifar, size):
     files = {name: content[:size] for name, content in cifar.files().items()}
     with pytest.raises(ValueError, match="must hold the dict of a CIFAR-10 file"):
         load("cifar10", root=cifar.write(tmp_path / "py", files))
@@ -194,6 +153,37 @@ def test_truncated_files_are_refused(tmp_path, cifar, size):
     if size != 3073 * 20 + 5:
         with pytest.raises(ValueError, match="records of 3073 bytes"):
             load("cifar10", root=cifar.write(tmp_path / "bin", binary, "cifar-10-batches-bin"))
+
+
+def test_damaged_archives(tmp_path, cifar):
+    """Cut in half, with a wrong checksum at the end, empty, of other content, with a broken header."""
+    archive = cifar.write_archive(tmp_path)
+    content = archive.read_bytes()
+    others = [b"", b"no archive at all", b"\x1f\x8b\x08\x00" + bytes(40)]
+    for damaged in (content[: len(content) // 2], content[:-8] + bytes(8), *others):
+        archive.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"must be a whole .tar.gz. Got a .*cmcl data fetch cifar10"):
+            load("cifar10", root=tmp_path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+def test_an_archive_with_an_absurd_size(tmp_path, kind):
+    """The sizes in a tar archive's headers must not decide how much memory is allocated."""
+    member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
+    member.type, member.size = kind, 1 << 45
+    content = member.tobuf() + bytes(10_000)
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(ValueError, match=r"must be a whole .tar.gz|must hold the dict|must hold at most"):
+        load("cifar10", root=tmp_path)
+
+
+def test_a_file_without_end(tmp_path, cifar):
+    cifar.write(tmp_path)
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="data_batch_1 must hold at most 134,217,728 bytes"):
+        load("cifar10", root=tmp_path)
 
 
 class Evil:
@@ -205,11 +195,11 @@ class Evil:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-@pytest.mark.parametrize("call", [subprocess.call, eval, exec, getattr, __import__], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("call", [subprocess.call, eval, getattr, __import__], ids=lambda f: f.__name__)
 def test_an_evil_pickle_runs_nothing(tmp_path, cifar, call, protocol):
     mark = tmp_path / "was-here"
     argument = [sys.executable, "-c", f"open({str(mark)!r}, 'w')"]
-    if call in (eval, exec):
+    if call is eval:
         argument = f"open({str(mark)!r}, 'w')"
     evil = pickle.dumps({"data": Evil(call, argument), "labels": [0]}, protocol=protocol)
     cifar.write(tmp_path, cifar.files() | {"data_batch_1": evil})
@@ -219,82 +209,84 @@ def test_an_evil_pickle_runs_nothing(tmp_path, cifar, call, protocol):
 
 
 FORGED = """
-import io, pickle, sys
+import pickle, resource, sys
 import numpy as np
-from cmcl.data import unpickle
+from cmcl.data.unpickle import read_dict
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 try:
-    content = unpickle.read_dict(io.BytesIO(eval(sys.argv[1])))
-    print(content["data"].dtype, content["data"].tolist())
+    data = read_dict(eval(sys.argv[1]))["data"]
+    print(f"{data.dtype} {data.tolist()}" if isinstance(data, np.ndarray) else type(data).__name__)
 except ValueError as error:
     print("refused:", error)
 assert np.frombuffer(b"ab", dtype=np.uint8).tolist() == [97, 98]
 assert pickle.loads(pickle.dumps(np.arange(3), protocol=5)).tolist() == [0, 1, 2]
 """
-ARRAY = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR(K\x01(K\x01t"
-OBJECT_FIELD = b"(K\x03U\x01|N(U\x01ftp9\n}U\x01f(cnumpy\ndtype\n(U\x02O8K\x00K\x01tRK\x00tsK\x08K\x01K\x3ftb"
+ARRAY = "cnumpy.core.multiarray\\n_reconstruct\\n(cnumpy\\nndarray\\n(K\\x00tU\\x01btR(K\\x01(K\\x01t"
+FIELD = "(K\\x03U\\x01|N(U\\x01ftp9\\n}U\\x01f(cnumpy\\ndtype\\n(U\\x02O8K\\x00K\\x01tRK\\x00tsK\\x08K\\x01K\\x3ftb"
+STATE = "(K\\x03U\\x01|NNNJ\\x08\\x00\\x00\\x00K\\x01K\\x3ftb"
 
 
 @pytest.mark.parametrize(
     ("array", "outcome"),
     [
-        # a type of 8 plain bytes, told afterwards that they are a pointer to an object
-        (
-            ARRAY + b"cnumpy\ndtype\n(U\x02V8K\x00K\x01tR" + OBJECT_FIELD + b"\x89U\x08AAAAAAAAtb",
-            "refused: UnpicklingError: arrays must be uint8, not b'V8'",
-        ),
-        (
-            ARRAY + b"cnumpy\ndtype\n(U\x02O8K\x00K\x01tR\x89]K\x01atb",
-            "refused: UnpicklingError: arrays must be uint8, not b'O8'",
-        ),
+        # a dtype of 8 plain bytes, whose state says afterwards that they are a pointer to an object
+        (f"{ARRAY}cnumpy\\ndtype\\n(U\\x02V8K\\x00K\\x01tR{FIELD}\\x89U\\x08AAAAAAAAtb", "uint8, not 'V8'"),
+        (f"{ARRAY}cnumpy\\ndtype\\n(U\\x02O8K\\x00K\\x01tR\\x89]K\\x01atb", "uint8, not 'O8'"),
         # the state of uint8 itself is set: nothing happens
+        (f"{ARRAY}cnumpy\\ndtype\\n(U\\x02u1K\\x00K\\x01tR{STATE}\\x89U\\x01Atb", "uint8 [65]"),
+        (f"{ARRAY}N\\x89U\\x08AAAAAAAAtb", "arrays must be uint8"),
+        (f"{ARRAY}cnumpy\\ndtype\\n(U\\x02u1tR\\x89U\\x02AAtb", "cannot reshape"),
+        (f"{ARRAY}cnumpy\\ndtype\\n(U\\x02u1tR\\x89]tb", "TypeError"),
+        # attributes of the functions that numpy calls, for the rest of the process
         (
-            ARRAY
-            + b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR(K\x03U\x01|NNNJ\x08\x00\x00\x00K\x01K\x3ftb\x89U\x01Atb",
-            "uint8 [65]",
+            "cnumpy.core.numeric\\n_frombuffer\\n(N}X\\x0c\\x00\\x00\\x00__defaults__(K\\x01tstb",
+            "a state is not",
         ),
-        (ARRAY + b"N\x89U\x08AAAAAAAAtb", "refused: TypeError: arrays must be uint8"),
-        (ARRAY + b"cnumpy\ndtype\n\x89U\x02AAtb", "refused: ValueError: cannot reshape"),
-        (ARRAY + b"cnumpy\ndtype\n\x89]tb", "refused: TypeError"),
-        # defaults of the functions that are called, for the rest of the process
-        (
-            b"cnumpy.core.numeric\n_frombuffer\n(N}X\x0c\x00\x00\x00__defaults__(K\x01tstb",
-            "refused: AttributeError",
-        ),
-        (b"c_codecs\nencode\n(N}X\x08\x00\x00\x00__call__K\x01stb", "refused: AttributeError"),
-        (b"cnumpy\nndarray\n(K\x00tR", "refused: TypeError"),
+        ("c_codecs\\nencode\\n(N}X\\x08\\x00\\x00\\x00__call__K\\x01stb", "a state is not"),
+        ("cnumpy\\nndarray\\n(K\\x00tR", "numpy.ndarray is not allowed"),
+        ("c_codecs\\nencode\\n(X\\x01\\x00\\x00\\x00xX\\x05\\x00\\x00\\x00rot13tR", "encode is not allowed"),
+        ("Nr\\xff\\xff\\xff\\x1f", "NoneType"),  # a memo of 4 GB, in 9 bytes
+        ("K\\x01' + b'\\x85' * 200_000 + b'", "tuple"),  # a tuple nested 200,000 deep
+        ("K\\x01' + b'\\x85' * 200_000 + b'N}s", "TypeError"),
+        ("}K\\x01' + b'\\x85' * 200_000 + b'Ns", "a string is expected, not tuple"),  # as a key, to be hashed
+        ("' + b']' * 2_000_000 + b'", "more than 1,000,000 opcodes"),
+        ("\\x8e\\xff\\xff\\xff\\xff\\xff\\xff\\xff\\x00", "ValueError"),  # 2^56 bytes are announced
+        ("((((tttt", "tuple"),
+        ("h\\x07", "KeyError"),
     ],
 )
-def test_a_forged_pickle_can_neither_crash_nor_change_the_process(array, outcome):
+def test_a_forged_pickle_neither_crashes_nor_changes_the_process(array, outcome):
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    forged = b"\x80\x02}U\x04data" + array + b"s."
-    result = subprocess.run(
-        [sys.executable, "-c", FORGED, repr(forged)], env=env, capture_output=True, text=True
-    )
+    forged = f"b'\\x80\\x02}}U\\x04data' + b'{array}' + b's.'"
+    result = subprocess.run([sys.executable, "-c", FORGED, forged], env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(outcome)
+    assert outcome in result.stdout
 
 
-def test_the_stand_in_for_codecs_encodes_latin1_only(tmp_path, cifar):
-    import _codecs
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pickletools, of strings with odd escapes
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bits_of_a_pickle_raise_value_errors_only(seed, cifar):
+    rng = np.random.default_rng(seed)
+    batch = {"data": cifar.data["test_batch"][:1, :8], "labels": [1, 2, 3]}
+    for protocol in range(6):
+        content = pickle.dumps(batch, protocol=protocol)
+        for _ in range(200):
+            damaged = bytearray(content)
+            for place in rng.integers(0, len(content), rng.integers(1, 4)):
+                damaged[place] ^= 1 << rng.integers(8)
+            with suppress(ValueError):
+                read_dict(bytes(damaged[: rng.integers(1, len(content) + 1)]))
 
-    evil = pickle.dumps({"data": Evil(_codecs.encode, "x", "rot13"), "labels": [0]}, protocol=2)
-    with pytest.raises(ValueError, match="'rot13' is not allowed"):
-        load("cifar10", root=cifar.write(tmp_path, cifar.files() | {"data_batch_1": evil}))
 
-
-def test_no_read_permission(open_folder, cifar, run_unprivileged):
+def test_no_read_permission_and_a_folder_in_place_of_a_file(open_folder, cifar, run_unprivileged):
     cifar.write(open_folder)
-    (open_folder / "cifar-10-batches-py" / "data_batch_2").chmod(0)
+    path = open_folder / "cifar-10-batches-py" / "data_batch_2"
+    path.chmod(0)
     result = run_unprivileged(f"import cmcl.data; cmcl.data.load('cifar10', root={str(open_folder)!r})")
-    assert result.returncode
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("PermissionError:")
     assert "data_batch_2 must be readable. Got no read permission. Give it with: chmod u+r" in last
-
-
-def test_a_folder_in_the_place_of_a_batch(tmp_path, cifar):
-    cifar.write(tmp_path)
-    (tmp_path / "cifar-10-batches-py" / "data_batch_1").unlink()
-    (tmp_path / "cifar-10-batches-py" / "data_batch_1").mkdir()
+    path.unlink()
+    path.mkdir()
     with pytest.raises(IsADirectoryError, match="must be a file. Got a folder"):
-        load("cifar10", root=tmp_path)
+        load("cifar10", root=open_folder)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cmcl.data import Dataset, load, load_recipe, split_validation
-from cmcl.data.dataset import hold_out, spread
+from cmcl.data.dataset import evenly_spaced, hold_out
 
 
 def tiny(n=6, classes=3):
@@ -26,13 +26,13 @@ def test_length_items_slices_and_subsets():
     assert len(data.subset([])) == 0
 
 
-def test_a_few_from_all_over():
+def test_evenly_spaced_examples():
     targets = torch.arange(4).repeat_interleave(25)  # sorted by class, as folders are
     data = Dataset(torch.zeros(100, 1, 2, 2, dtype=torch.uint8), targets, ("a", "b", "c", "d"))
-    assert spread(data, 8).targets.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [len(spread(data, count)) for count in (1, 7, 99)] == [1, 7, 99]
-    assert spread(data, None) is data
-    assert spread(data, 100) is spread(data, 1000) is data
+    assert evenly_spaced(data, 8).targets.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [len(evenly_spaced(data, count)) for count in (1, 7, 99)] == [1, 7, 99]
+    assert evenly_spaced(data, None) is data
+    assert evenly_spaced(data, 100) is evenly_spaced(data, 1000) is data
 
 
 def test_subset_carries_its_groups():
@@ -208,7 +208,7 @@ def test_arrays_that_run_backwards():
     ("images", "targets", "options", "error", "match"),
     [
         (np.full((1, 1, 2, 2), np.nan), [0], {}, ValueError, "finite"),
-        (np.zeros((1, 1, 2, 2)), [0.5], {}, TypeError, "whole numbers"),
+        (np.zeros((1, 1, 2, 2)), [0.5], {}, TypeError, "must be integers"),
         (np.array([["a"]]), [0], {}, TypeError, "array of numbers"),
         (np.zeros((2, 32, 32, 3)), [0, 1], {}, ValueError, "layout='NHWC'"),
         (np.zeros((2, 3, 4, 4)), [0, 1], {"layout": "CHWN"}, ValueError, "'NCHW' or 'NHWC'"),

@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 
 from cmcl.data import load
-from cmcl.data.pictures import stored_size
+from cmcl.data.images import stored_size
 
 LOSSLESS = {"webp": {"lossless": True, "exact": True}}  # exact: hidden colours too
 
@@ -323,7 +323,7 @@ def test_links_that_lead_nowhere_are_reported(tmp_path, write_image):
         load("folder", root=tmp_path)
     (tmp_path / "a" / "y.png").unlink()
     (tmp_path / "b").symlink_to(tmp_path / "gone")
-    with pytest.raises(ValueError, match="links must lead somewhere. Got .*/b. Mend or remove"):
+    with pytest.raises(ValueError, match="links must lead somewhere. Got .*/b. Fix or remove"):
         load("folder", root=tmp_path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cmcl.data import check, load, preprocess
+from cmcl.data import check, load, transforms
 
 ROOT = os.environ.get("CMCL_DATA")
 
@@ -75,7 +75,7 @@ def test_memory_while_loading(name, limit):
 @pytest.fixture(scope="module")
 def whitened():
     train = load("cifar10")
-    transform = preprocess.Chain([preprocess.GCN(), preprocess.ZCA()]).fit(train)
+    transform = transforms.Compose([transforms.GCN(), transforms.ZCA()]).fit(train)
     return train, transform, transform.transform(train.images)
 
 
@@ -90,7 +90,7 @@ def eigenvalues(images):
 @real("cifar-10-batches-py")
 def test_whitened_cifar10_has_eigenvalues_e_over_e_plus_bias(whitened):
     train, _, values = whitened
-    e = eigenvalues(preprocess.GCN().transform(train.images)).clamp_min(0)
+    e = eigenvalues(transforms.GCN().transform(train.images)).clamp_min(0)
     assert (eigenvalues(values) - e / (e + 0.1)).abs().max() < 1e-4
     assert values.std().item() == pytest.approx(0.52, abs=0.005)
 
@@ -115,4 +115,4 @@ def test_whitened_cifar10_agrees_with_a_float64_reference(whitened):
 def test_cifar10_goes_back_through_the_whitening(whitened):
     train, transform, values = whitened
     back = transform.steps[-1].inverse(values[:1000])
-    assert torch.allclose(back, preprocess.GCN().transform(train.images[:1000]), atol=1e-3)
+    assert torch.allclose(back, transforms.GCN().transform(train.images[:1000]), atol=1e-3)

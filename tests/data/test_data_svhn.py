@@ -1,3 +1,9 @@
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy.io import savemat
@@ -16,35 +22,37 @@ def test_images_stand_upright_and_ten_is_zero(tmp_path, write_svhn):
     assert len(load("svhn", split="test", root=tmp_path)) == 10
 
 
-def test_many_images_are_turned_chunk_by_chunk(tmp_path, write_svhn):
+def test_many_images_are_transposed_chunk_by_chunk(tmp_path, write_svhn):
     images, _ = write_svhn(n=9000)
     assert (load("svhn", root=tmp_path).images.numpy() == images).all()
 
 
-def test_an_uncompressed_file_gives_the_same(tmp_path, write_svhn):
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int32, np.uint16, np.int64, np.int8])
+@pytest.mark.parametrize("compressed", [True, False])
+def test_every_kind_of_number_and_other_arrays_beside(tmp_path, write_svhn, kind, compressed):
     images, labels = write_svhn()
     checksum = load("svhn", root=tmp_path).checksum
-    content = {"X": images.transpose(2, 3, 1, 0), "y": labels[:, None].astype(np.float64)}
-    savemat(tmp_path / "svhn" / "train_32x32.mat", content)
+    others = {"a": "text", "Z": np.zeros((3, 4)), "cells": np.array([{"x": 1}], object)}
+    content = others | {"X": images.transpose(2, 3, 1, 0), "y": labels[:, None].astype(kind)}
+    savemat(tmp_path / "svhn" / "train_32x32.mat", content, do_compression=compressed)
     assert load("svhn", root=tmp_path).checksum == checksum
 
 
-def test_a_missing_file_tells_the_command_that_gets_it(tmp_path):
+def test_small_elements(tmp_path, write_svhn):
+    """Up to four bytes of data are stored inside the tag: three labels, here."""
+    _, labels = write_svhn(n=3)
+    assert load("svhn", root=tmp_path).targets.tolist() == labels.tolist()
+
+
+def test_a_missing_file_and_a_file_without_read_permission(open_folder, run_unprivileged):
     with pytest.raises(FileNotFoundError, match=r"train_32x32.mat must exist.*cmcl data fetch svhn"):
-        load("svhn", root=tmp_path)
-
-
-@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
-def test_a_truncated_mat(tmp_path, write_svhn, share):
-    write_svhn()
-    path = tmp_path / "svhn" / "train_32x32.mat"
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(
-        ValueError, match=r"must be a whole .mat file with X and y. Got a damaged one"
-    ) as caught:
-        load("svhn", root=tmp_path)
-    assert "\n" not in str(caught.value)
+        load("svhn", root=open_folder)
+    (open_folder / "svhn").mkdir()
+    path = open_folder / "svhn" / "train_32x32.mat"
+    path.write_bytes(b"x")
+    path.chmod(0)
+    result = run_unprivileged(f"import cmcl.data; cmcl.data.load('svhn', root={str(open_folder)!r})")
+    assert "must be readable. Got no read permission" in result.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -52,32 +60,103 @@ def test_a_truncated_mat(tmp_path, write_svhn, share):
     [
         ({"X": np.zeros((32, 31, 3, 30), np.uint8)}, r"\(32, 32, 3, N\).* Got uint8 \(32, 31, 3, 30\)"),
         ({"X": np.zeros((32, 32, 3, 30))}, "Got float64"),
+        ({"X": np.zeros((32, 32, 3, 0), np.uint8)}, r"N at least 1. Got uint8 \(32, 32, 3, 0\)"),
+        ({"X": np.zeros((32, 32, 3, 30), complex)}, "Got float64"),
         ({"y": np.full((30, 1), 11, np.uint8)}, "labels 1 to 10 .* Got 11"),
         ({"y": np.zeros((30, 1), np.uint8)}, "labels 1 to 10 .* Got 0"),
         ({"y": np.full((30, 1), 1.5)}, "labels 1 to 10 .* Got 1.5"),
         ({"y": np.full((30, 1), np.nan)}, "labels 1 to 10 .* Got nan"),
-        ({"y": "seven"}, "labels 1 to 10 .* Got seven"),
-        ({"X": np.zeros((32, 32, 3, 0), np.uint8)}, r"N at least 1. Got uint8 \(32, 32, 3, 0\)"),
+        ({"y": "seven"}, "with X and y. Got a damaged one .y of type"),
         ({"y": np.ones((29, 1), np.uint8)}, r"targets of .* Got \(29,\)"),
     ],
 )
-def test_wrong_content_is_refused(tmp_path, write_svhn, changes, match):
+def test_wrong_content(tmp_path, write_svhn, changes, match):
     write_svhn(**changes)
     with pytest.raises(ValueError, match=match):
         load("svhn", root=tmp_path)
 
 
-def test_a_mat_with_other_variables(tmp_path, write_svhn):
-    write_svhn()
-    savemat(tmp_path / "svhn" / "train_32x32.mat", {"Z": np.zeros(3)})
-    with pytest.raises(ValueError, match="with X and y"):
+def element(kind, data, size=None):
+    padding = bytes(-len(data) % 8)
+    return kind.to_bytes(4, "little") + (size or len(data)).to_bytes(4, "little") + data + padding
+
+
+def matrix(dims, values, size=None, name=b"X"):
+    shape = b"".join(d.to_bytes(4, "little", signed=True) for d in dims)
+    head = element(6, bytes([9, *[0] * 7])) + element(5, shape) + element(1, name)
+    return head + element(2, values, size)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "no array"),
+        (element(14, b"", 1 << 31), "an element of 2,147,483,648 bytes"),
+        (element(14, matrix((32, 32, 3, 1), bytes(8), size=4_000_000_000)), "a part of 4,000,000,000 bytes"),
+        (element(14, matrix((32, 32, 3, 1), bytes(8))), r"shape \[32, 32, 3, 1\] in 8 bytes"),
+        (element(14, matrix((-2, -4, 1), bytes(8))), r"shape \[-2, -4, 1\]"),
+        (element(14, matrix((2,), bytes(8))[:40]), "a part of|ends early"),
+        (
+            element(15, zlib.compress(element(14, matrix((8,), bytes(8), size=10**9)))),
+            "a part of 1,000,000,000",
+        ),
+        (element(15, zlib.compress(element(14, matrix((8,), bytes(8))))[:-2]), "end early"),
+        (
+            element(15, zlib.compress(element(14, matrix((8,), bytes(8))))[:-4] + bytes(4)),
+            "incorrect data check",
+        ),
+        (element(15, b"no zlib"), "incorrect header check"),
+        (element(14, matrix((8,), bytes(8), name=b"Z" * 65)), "a part of 65 bytes"),
+        (element(14, b"\1\0\7\0" + bytes(40)), "a part of 7 bytes"),  # a small element holds at most 4
+    ],
+)
+def test_damaged_files(tmp_path, content, match):
+    (tmp_path / "svhn").mkdir()
+    path = tmp_path / "svhn" / "train_32x32.mat"
+    path.write_bytes(bytes(124) + b"\0\1IM" + content)
+    with pytest.raises(
+        ValueError, match=rf"must be a whole .mat file with X and y. Got .*({match})"
+    ) as caught:
+        load("svhn", root=tmp_path)
+    assert "\n" not in str(caught.value)
+    path.write_bytes(bytes(128) + content)
+    with pytest.raises(ValueError, match="no header of MATLAB 5"):
         load("svhn", root=tmp_path)
 
 
-def test_no_read_permission(open_folder, run_unprivileged):
-    (open_folder / "svhn").mkdir()
-    path = open_folder / "svhn" / "train_32x32.mat"
-    path.write_bytes(b"x")
-    path.chmod(0)
-    result = run_unprivileged(f"import cmcl.data; cmcl.data.load('svhn', root={str(open_folder)!r})")
-    assert "must be readable. Got no read permission" in result.stderr.strip().splitlines()[-1]
+FUZZ = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from cmcl.data import load
+root = Path(sys.argv[1])
+path = root / "svhn" / "train_32x32.mat"
+whole, rng = path.read_bytes(), np.random.default_rng(0)
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+def attempt(content):
+    path.write_bytes(content)
+    try:
+        load("svhn", root=root)
+    except ValueError as error:
+        assert "svhn" in str(error), error
+for size in [*range(0, 400, 3), *rng.integers(0, len(whole), 100)]:
+    attempt(whole[:size])
+for _ in range(1500):
+    damaged = bytearray(whole)
+    for place in rng.integers(100, min(len(whole), 600), rng.integers(1, 4)):
+        damaged[place] ^= 1 << rng.integers(8)
+    attempt(bytes(damaged))
+print("survived")
+"""
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_no_damage_crashes_python(tmp_path, write_svhn, compressed):
+    """Truncations and flipped bits, mostly where the sizes and types are stored."""
+    images, labels = write_svhn(n=2)
+    content = {"X": images.transpose(2, 3, 1, 0), "y": labels[:, None]}
+    savemat(tmp_path / "svhn" / "train_32x32.mat", content, do_compression=compressed)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, "-c", FUZZ, str(tmp_path)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "survived\n"), result.stderr

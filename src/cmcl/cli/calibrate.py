@@ -41,7 +41,7 @@ def reject(
     risk, confidence and score are fixed beforehand.
     """
     from ..calibration import ABSTAIN, calibrate, check_promise, decide
-    from ..data.dataset import spread
+    from ..data.dataset import evenly_spaced
     from ..serialization import saved_checksum
 
     check_promise(risk, confidence, score)
@@ -54,7 +54,7 @@ def reject(
             "For inputs of another kind use cmcl.calibration from Python."
         )
     device = check_device(device)
-    test = spread(load_test(name, root, parse_pairs(option or [], "--option")), limit)
+    test = evenly_spaced(load_test(name, root, parse_pairs(option or [], "--option")), limit)
     ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
     check_takes(ensemble, test, "--data", name)
     test = number_as(ensemble, test)

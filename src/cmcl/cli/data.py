@@ -1,34 +1,34 @@
-"""`cmcl data`: get data sets and look at them."""
+"""`cmcl data`: download datasets and inspect them."""
 
 from typing import Annotated, Any
 
 import typer
 
+from ..data.registry import DATASETS
 from .options import AsJson, Root
 from .shared import parse_pairs, print_json
 
-app = typer.Typer(help="Get data sets and look at them.", no_args_is_help=True)
+app = typer.Typer(help="Download datasets and inspect them.", no_args_is_help=True)
+DOWNLOADS = [name for name, info in DATASETS.items() if info.published and info.published.downloads]
 
 
 @app.command("list")
 def data_list(as_json: AsJson = False) -> None:
-    """List the sets."""
-    from ..data import DATASETS
-
+    """List the datasets."""
     if as_json:
-        print_json([{"name": name, "what": description} for name, description in DATASETS.items()])
+        print_json([{"name": name, "what": info.description} for name, info in DATASETS.items()])
         return
-    for name, description in DATASETS.items():
-        typer.echo(f"{name:<9} {description}")
+    for name, info in DATASETS.items():
+        typer.echo(f"{name:<9} {info.description}")
 
 
 @app.command("fetch")
 def data_fetch(
-    name: Annotated[str, typer.Argument(metavar="SET", help="cifar10 or svhn.")],
+    name: Annotated[str, typer.Argument(metavar="DATASET", help=f"{' or '.join(DOWNLOADS)}.")],
     root: Root = None,
     site: Annotated[str | None, typer.Option(help="Another address that serves the same files.")] = None,
 ) -> None:
-    """Download a set from its own site, or go on with a download."""
+    """Download a dataset from its own site."""
     from ..data import fetch
 
     for path in fetch(name, root=root, site=site):
@@ -37,20 +37,21 @@ def data_fetch(
 
 @app.command("check")
 def data_check(
-    name: Annotated[str, typer.Argument(metavar="SET", help="A name from `cmcl data list`.")],
+    name: Annotated[str, typer.Argument(metavar="DATASET", help="A name from `cmcl data list`.")],
     root: Root = None,
     validation: Annotated[
-        float | None, typer.Option(help="Hold out this share of the training split.")
+        float | None, typer.Option(help="Hold out this fraction of the training split.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides what is held out.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the held-out split.")] = 0,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of the set itself, such as size=[32,32].")
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of the dataset, such as size=[32,32]."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load a set and print what is in it.
+    """Load a dataset and describe it.
 
-    Counts, class histogram, channel means and deviations.
+    Counts, class histogram, channel means and standard deviations.
     """
     from ..data import check
 
@@ -68,6 +69,6 @@ def _describe(report: dict[str, Any]) -> str:
     lines = [f"{report['set']}: " + ", ".join(f"{n:,} {split}" for split, n in report["counts"].items())]
     lines += [f"  {name:<{width}}  {count:,}" for name, count in report["classes"].items()]
     lines += [f"  {key:<4}  " + "  ".join(f"{x:.4f}" for x in report[key]) for key in ("mean", "std")]
-    lines += ["  agrees with what is known of the published set"] if report["published"] else []
+    lines += ["  agrees with the published dataset"] if report["published"] else []
     lines += [f"  note: {note}" for note in report["notes"]]
     return "\n".join(lines)

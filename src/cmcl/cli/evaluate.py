@@ -71,7 +71,7 @@ def evaluate(
     Errors and calibration in percent, entropy in nats. With --ood also the entropy on images of another kind,
     and how well it tells the two apart (AUROC).
     """
-    from ..data.dataset import spread
+    from ..data.dataset import evenly_spaced
 
     if ood is None and (ood_root or ood_option):
         raise ValueError("--ood must name the set of --ood-root and --ood-option. Got none.")
@@ -81,8 +81,10 @@ def evaluate(
         raise ValueError(f"--data must name the set to test on: {run} does not say what it was trained on.")
     device = check_device(device)
     test = load_test(name, root, parse_pairs(option or [], "--option"))
-    outside = None if ood is None else spread(_load_outside(ood, ood_root, root, ood_option or []), limit)
-    part = spread(test, limit)
+    outside = (
+        None if ood is None else evenly_spaced(_load_outside(ood, ood_root, root, ood_option or []), limit)
+    )
+    part = evenly_spaced(test, limit)
     results = []
     for place in places:
         ensemble = open_ensemble(place, root=root, device=device, network=network, output=output)
@@ -132,11 +134,11 @@ def _measure(
     ensemble: "Ensemble", label: str, test: "Dataset", outside: "Dataset | None", batch: int
 ) -> dict[str, float]:
     from .. import metrics
-    from ..data.dataset import ignored
+    from ..data.dataset import default_ignore_index
 
     scores = metrics.Accumulator(curves=outside is not None)
     for probs, targets in zip(_probs(ensemble, test, batch, label), test.targets.split(batch), strict=True):
-        scores.update(probs, targets, ignore_index=ignored(targets, probs.shape[2]))
+        scores.update(probs, targets, ignore_index=default_ignore_index(targets, probs.shape[2]))
     for probs in () if outside is None else _probs(ensemble, outside, batch, f"{label}, unseen"):
         scores.update_ood(probs)
     found = scores.compute()

@@ -24,7 +24,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """List recipes with the paper's errors, networks and data sets."""
-    from ..data.files import nearest
+    from ..data.registry import nearest
 
     if kind is not None and kind not in KINDS:
         raise ValueError(f"list must be of {', '.join(KINDS)}. Got {kind!r}. {nearest(kind, list(KINDS))}")
@@ -50,7 +50,7 @@ def _everything() -> dict[str, list[dict[str, Any]]]:
     return {
         "recipes": [_recipe(name) for name in RECIPES],
         "networks": [{"name": name, "what": what} for name, what in NETWORKS.items()],
-        "data": [{"name": name, "what": what} for name, what in DATASETS.items()],
+        "data": [{"name": name, "what": info.description} for name, info in DATASETS.items()],
     }
 
 

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..data.registry import DATASETS
 from .options import AsJson, Device, OwnNetwork, OwnOutput, Root, Run
-from .runs import SETS, data_of, first_ensemble, open_ensemble
+from .runs import data_of, first_ensemble, open_ensemble
 from .shared import FAILED, check_device, note, print_json, print_table, users_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..calibration import Threshold
-    from ..data.pictures import Pixels
+    from ..data.images import Pixels
     from ..ensemble import Ensemble, Prediction
 
 
@@ -60,7 +61,7 @@ def predict(
 
 def _files(given: list[Path]) -> list[Path]:
     """The files, and in the place of a folder the images directly in it, by name."""
-    from ..data.pictures import image_files
+    from ..data.images import image_files
 
     found: list[Path] = []
     for path in given:
@@ -78,12 +79,12 @@ def _files(given: list[Path]) -> list[Path]:
 
 def _read_threshold(path: Path, place: Path) -> "Threshold":
     """The threshold in a file, unless it is another ensemble's: of this one it would promise nothing."""
+    from .._files import open_binary
     from ..calibration import Threshold
-    from ..data.files import open_binary
     from ..serialization import saved_checksum
 
     cure = f"Write it with: cmcl reject {place} -o {path}"
-    with open_binary(path, cure=f"{cure}.") as file:
+    with open_binary(path, hint=f"{cure}.") as file:
         data = file.read()
     try:
         threshold = Threshold.from_json(json.loads(data))
@@ -134,8 +135,8 @@ def _judge(member_probs: "Tensor", threshold: "Threshold") -> list[dict[str, Any
 
 def _shape(ensemble: "Ensemble", data: str | None) -> tuple[int, int | None, int | None]:
     """Channels and size of an image, as far as they are known."""
-    if data in SETS:
-        return SETS[data][0]
+    if data in DATASETS and (shape := DATASETS[data].shape):
+        return shape
     options: dict[str, Any] = getattr(ensemble.members[0], "options", {})
     return options.get("channels") or _channels(ensemble), options.get("size"), options.get("size")
 
@@ -155,7 +156,7 @@ def _read(
     paths: list[Path], shape: tuple[int, int | None, int | None], resize: bool, *, dense: bool
 ) -> tuple[dict[Path, "Pixels"], dict[Path, str]]:
     """The images (C, H, W), all of one size, and why the others cannot be asked about."""
-    from ..data.pictures import outcomes, read_image, stored_size
+    from ..data.images import outcomes, read_image, stored_size
 
     channels, height, width = shape
     size = (height, width) if height and width else None

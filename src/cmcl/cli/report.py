@@ -25,7 +25,7 @@ def report(
     format: Annotated[str, typer.Option(help=f"{', '.join(FORMATS)}.")] = "html",
 ) -> None:
     """Write a page, tables or figures from records."""
-    from ..data.files import nearest
+    from ..data.registry import nearest
 
     if format not in FORMATS:
         raise ValueError(
@@ -43,7 +43,7 @@ def report(
 
 def _existing(sources: list[Path]) -> list[Path]:
     """The folders, all there; without any, the first usual one."""
-    from ..data.files import nearest
+    from ..data.registry import nearest
 
     if not sources:
         sources = [Path(name) for name in PLACES if Path(name).is_dir()][:1]

@@ -193,8 +193,13 @@ def _duration(seconds: float) -> str:
 
 
 def _search(cells: "Sequence[Cell]", how: str | None) -> "dict[str, list[Cell]]":
-    from ..data.files import nearest
+<<<<<<< HEAD
+    from ..data.registry import nearest
     from ..reproduction.cells import search
+=======
+    from ..data.registry import nearest
+    from ..reproduction.paper import search
+>>>>>>> d5ac0b2 (Describe datasets in one registry, transforms in one module; bounded readers for CIFAR-10 and SVHN; plain pooch)
 
     if how is None:
         return {}

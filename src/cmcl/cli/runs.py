@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..data.registry import DATASETS
 from ..telling import first_line
 from .shared import import_function, note
 
@@ -13,20 +14,7 @@ if TYPE_CHECKING:
     from ..data.dataset import Dataset
     from ..ensemble import Ensemble
 
-Shape = tuple[int, int, int]  # (C, H, W)
 Found = TypeVar("Found")
-
-CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
-DIGITS = [str(digit) for digit in range(10)]
-FOREGROUND = ["background", "foreground"]
-# What an ensemble trained on a set takes and answers; here, so that `predict` needs no data set.
-SETS: dict[str, tuple[Shape, list[str]]] = {
-    "cifar10": ((3, 32, 32), CIFAR10),
-    "svhn": ((3, 32, 32), DIGITS),
-    "digits": ((1, 8, 8), DIGITS),
-    "icoseg": ((3, 75, 125), FOREGROUND),
-    "shapes": ((3, 64, 64), FOREGROUND),
-}
 
 
 def find_ensembles(run: Path) -> list[Path]:
@@ -52,7 +40,7 @@ def _ensembles_of(run: Path) -> list[Path]:
 
 def _meant(run: Path) -> str:
     """Of a folder of runs one of them, of a name that is not there the nearest that is."""
-    from ..data.files import nearest
+    from ..data.registry import nearest
 
     if run.is_dir():
         inside = [path for path in sorted(run.iterdir()) if path.is_dir() and _ensembles_of(path)]
@@ -79,7 +67,7 @@ def open_ensemble(
     output: str | None = None,
 ) -> "Ensemble":
     """A saved ensemble; `network` and `output` are the user's MODULE:FUNCTION, where it needs them."""
-    from ..data.preprocess import refit
+    from ..data.transforms import refit
     from ..serialization import Missing, load
 
     ensemble = load(
@@ -98,7 +86,7 @@ def open_ensemble(
 
 def seek(read: Callable[[Path], Found], root: Path | None, what: str) -> Found:
     """What `read` finds under --root or, since that may hold the user's own images, in the default place."""
-    from ..data.files import data_root
+    from ..data.registry import data_root
 
     default = data_root()
     if root is None or root == default:
@@ -154,8 +142,8 @@ def classes_of(ensemble: Path) -> list[str] | None:
     if own := _read(ensemble / "config.json").get("classes"):
         return [str(name) for name in own]
     data = data_of(ensemble)
-    if data in SETS:
-        return SETS[data][1]
+    if data in DATASETS and DATASETS[data].classes:
+        return list(DATASETS[data].classes)
     gallery = ensemble.absolute().parent / "gallery" / "gallery.json"
     names = _read(gallery).get("classes") if gallery.is_file() else None
     if not isinstance(names, list) or names == [str(i) for i in range(len(names))]:
@@ -190,7 +178,7 @@ def number_as(ensemble: "Ensemble", data: "Dataset") -> "Dataset":
     """The same images; classes are numbered as the ensemble numbers those of the same names, if known."""
     import torch
 
-    from ..data.files import nearest
+    from ..data.registry import nearest
 
     names = None if ensemble.classes is None else list(ensemble.classes)
     count = ensemble.predict(data.images[:1]).probs.shape[1]  # a network of one's own does not say it

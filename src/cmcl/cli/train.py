@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..data.registry import DATASETS
 from .options import AsJson, Budget, Device, Precision, Quiet, Root, Runs, Seed
-from .runs import FOREGROUND, SETS, refuse_arrays
+from .runs import refuse_arrays
 from .shared import (
     check_writable_folder,
     ending,
@@ -187,12 +188,12 @@ def _refuse_recorded(results: Path, folder: Path, name: str, recipe: "Recipe", s
 
 def _tell_absent_classes(recipe: "Recipe") -> None:
     """Few examples are drawn from the classes in turn: fewer than classes leave some out."""
-    _, classes = SETS.get(recipe.data or "", (None, []))
-    if recipe.subset is None or classes == FOREGROUND:  # of pixels, one image has both
+    info = DATASETS.get(recipe.data or "")
+    if info is None or recipe.subset is None or info.dense:  # of pixels, one image has both
         return
-    if (absent := len(classes) - recipe.subset) > 0:
+    if (absent := len(info.classes) - recipe.subset) > 0:
         few = f"{recipe.subset} example{'s leave' if recipe.subset > 1 else ' leaves'}"
-        note(f"{recipe.data} has {len(classes)} classes: {few} out {absent} of them.")
+        note(f"{recipe.data} has {len(info.classes)} classes: {few} out {absent} of them.")
 
 
 def _show(records: "list[Record]", folder: Path, as_json: bool) -> None:

@@ -1,32 +1,28 @@
-"""Data: files in, one `Dataset` out; preprocessing, caching and batches. Loaded when first used."""
+"""Data: files in, one `Dataset` out; transforms of its images. Modules are imported when first used."""
 
 from typing import TYPE_CHECKING
 
 from ..lazy import attach
-from .sets import DATASETS, load, load_recipe
+from .registry import DATASETS, DatasetInfo, load
 
 _HOME = {  # public name -> module that defines it; "": it is a module
-    "Batches": "batches",
     "Dataset": "dataset",
-    "as_batches": "batches",
-    "check": "checking",
-    "fetch": "fetching",
+    "check": "inspect",
+    "fetch": "download",
     "from_arrays": "arrays",
+    "load_recipe": "dataset",
     "split_validation": "dataset",
-    "cache": "",
-    "preprocess": "",
+    "transforms": "",
 }
 
 __getattr__, __dir__ = attach(__name__, _HOME)
-__all__ = ["DATASETS", "load", "load_recipe", *_HOME]
+__all__ = ["DATASETS", "DatasetInfo", "load", *_HOME]
 
 if TYPE_CHECKING:
-    from . import cache as cache
-    from . import preprocess as preprocess
+    from . import transforms as transforms
     from .arrays import from_arrays as from_arrays
-    from .batches import Batches as Batches
-    from .batches import as_batches as as_batches
-    from .checking import check as check
     from .dataset import Dataset as Dataset
+    from .dataset import load_recipe as load_recipe
     from .dataset import split_validation as split_validation
-    from .fetching import fetch as fetch
+    from .download import fetch as fetch
+    from .inspect import check as check

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .dataset import IGNORE, Dataset
 
-SPLITS = ("train", "validation", "test")
 Array = NDArray[Any] | Tensor
+MOST_CLASSES = 100_000  # that are named after their numbers; ImageNet-21k has 21,841
 
 
 def from_arrays(
@@ -23,21 +23,18 @@ def from_arrays(
     split: str = "train",
     layout: str = "NCHW",
 ) -> Dataset:
-    """Make a `Dataset` of arrays; the memory is shared where no conversion is needed.
+    """Make a `Dataset` of arrays; memory is shared where no conversion is needed.
 
     Args:
         images: (N,C,H,W), or (N,H,W) for one channel; uint8 or floating point without NaN.
-        targets: (N,) class numbers, or (N,H,W) masks; any integer type.
-        classes: names; the numbers themselves if not given.
-        split: a name for this part.
+        targets: (N,) class indices, or (N,H,W) masks; any integer type.
+        classes: names of the classes; default: their indices.
+        split: name of this split.
         layout: "NCHW", or "NHWC" when the channels come last.
     """
-    pictures = _images(images, layout)
-    numbers = _targets(targets)
-    if classes is None:
-        known = numbers if numbers.ndim == 1 else numbers[numbers != IGNORE]
-        classes = [str(i) for i in range(int(known.max()) + 1 if known.numel() else 0)]
-    return Dataset(pictures, numbers, tuple(classes), split, "arrays")
+    labels = _targets(targets)
+    names = _default_names(labels) if classes is None else tuple(classes)
+    return Dataset(_images(images, layout), labels, names, split, "arrays")
 
 
 def load(
@@ -49,8 +46,19 @@ def load(
     classes: Sequence[str] | None = None,
     layout: str = "NCHW",
 ) -> Dataset:
-    """`from_arrays` by the name that `cmcl.data.load` uses."""
+    """`from_arrays` with the signature that `cmcl.data.load` calls."""
     return from_arrays(images, targets, classes=classes, split=split, layout=layout)
+
+
+def _default_names(labels: Tensor) -> tuple[str, ...]:
+    known = labels if labels.ndim == 1 else labels[labels != IGNORE]
+    count = int(known.max()) + 1 if known.numel() else 0
+    if count > MOST_CLASSES:
+        raise ValueError(
+            f"targets must be class indices below {MOST_CLASSES:,} when classes are not named. "
+            f"Got {count - 1}. Map the labels to 0, 1, 2, ..., or pass classes=."
+        )
+    return tuple(map(str, range(count)))
 
 
 def _images(images: Array, layout: str) -> Tensor:
@@ -74,14 +82,14 @@ def _images(images: Array, layout: str) -> Tensor:
 
 
 def looks_channels_last(images: Tensor) -> bool:
-    """Whether rows would be taken for channels."""
+    """Whether the second axis seems to be rows, and the last one channels."""
     return images.ndim == 4 and images.shape[1] > 4 and images.shape[3] in {1, 3, 4}
 
 
 def _targets(targets: Array) -> Tensor:
     tensor = _tensor(targets, "targets")
     if tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f"targets must be whole numbers. Got {tensor.dtype}. Convert with .astype(int).")
+        raise TypeError(f"targets must be integers. Got {tensor.dtype}. Convert with .astype(int).")
     return tensor if tensor.ndim == 3 and tensor.dtype == torch.uint8 else tensor.long()
 
 
@@ -91,7 +99,7 @@ def _tensor(values: Array, name: str) -> Tensor:
     array = np.asarray(values)
     if array.dtype.kind not in "buif":
         raise TypeError(f"{name} must be an array of numbers. Got {array.dtype}.")
-    # torch shares numpy's memory only where it is writable, runs forward and is in the machine's byte order
+    # torch shares numpy's memory only if it is writable, has no negative strides and native byte order
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     shared = native.flags.writeable and min(native.strides, default=0) >= 0
     return torch.from_numpy(native if shared else native.copy())

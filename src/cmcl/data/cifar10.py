@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .._files import open_binary
 from .dataset import Dataset
-from .files import data_root, open_binary
-from .unpickle import as_text, read_dict
+from .registry import CIFAR10, data_root
+from .unpickle import read_dict
 
-SPLITS = ("train", "test")
-CURE = "Get it with: cmcl data fetch cifar10 (from https://www.cs.toronto.edu/~kriz/cifar.html)."
+HINT = CIFAR10.hint
 PIXELS = 3 * 32 * 32
-CLASSES = 10
-_LABELS = f"labels 0 to {CLASSES - 1}"
+CLASSES = len(CIFAR10.classes)
+LARGEST = 1 << 27  # bytes of a file; a batch of 10,000 images has 31 MB
 
 Batch = tuple[NDArray[np.uint8], NDArray[np.int64]]  # (n,3072), (n,)
 
@@ -40,28 +40,30 @@ class _Version:
 
 
 _TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
-PYTHON = _Version(
-    "cifar-10-batches-py",
-    "cifar-10-python.tar.gz",
-    {"train": _TRAIN, "test": ("test_batch",)},
-    "batches.meta",
-)
-BINARY = _Version(
-    "cifar-10-batches-bin",
-    "cifar-10-binary.tar.gz",
-    {"train": tuple(f"{name}.bin" for name in _TRAIN), "test": ("test_batch.bin",)},
-    "batches.meta.txt",
+_VERSIONS = (
+    _Version(
+        "cifar-10-batches-py",
+        "cifar-10-python.tar.gz",
+        {"train": _TRAIN, "test": ("test_batch",)},
+        "batches.meta",
+    ),
+    _Version(
+        "cifar-10-batches-bin",
+        "cifar-10-binary.tar.gz",
+        {"train": tuple(f"{name}.bin" for name in _TRAIN), "test": ("test_batch.bin",)},
+        "batches.meta.txt",
+    ),
 )
 
 
 def load(split: str = "train", root: str | Path | None = None) -> Dataset:
-    """Load CIFAR-10 from the first of its four forms that lies complete under `root`."""
-    version, place = find(data_root(root))
+    """Load CIFAR-10 from the first of its four forms that is complete under `root`."""
+    version, place = _find(data_root(root))
     wanted = version.batches[split]
     joined = _Joined(len(wanted))
     classes: tuple[str, ...] = ()
     with _intact(place):
-        for name, file in _members(place, (*wanted, version.names)):
+        for name, file in _open(place, (*wanted, version.names)):
             where = str(place / name)
             if name == version.names:
                 classes = _read_classes(file, where)
@@ -71,7 +73,7 @@ def load(split: str = "train", root: str | Path | None = None) -> Dataset:
 
 
 class _Joined:
-    """Batches side by side: each goes straight to its place, so that only one is held twice."""
+    """All batches in one tensor. Each is copied to its place at once, so that only one is in memory twice."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -81,7 +83,7 @@ class _Joined:
     def put(self, position: int, batch: Batch, where: str) -> None:
         data, labels = batch
         n = len(data)
-        if not len(self.images):  # the first batch tells the size
+        if not len(self.images):  # the first batch gives the size
             self.images = torch.empty((self.batches * n, 3, 32, 32), dtype=torch.uint8)
             self.targets = torch.empty(self.batches * n, dtype=torch.int64)
         expected = len(self.images) // self.batches
@@ -90,10 +92,10 @@ class _Joined:
         self.targets.view(self.batches, n)[position] = torch.from_numpy(labels)
 
 
-def find(root: Path) -> tuple[_Version, Path]:
-    """The version at hand and its folder or archive; a folder counts only if it is complete."""
+def _find(root: Path) -> tuple[_Version, Path]:
+    """The version that is there, and its folder or archive; an incomplete folder does not count."""
     missing: list[Path] = []
-    for version in (PYTHON, BINARY):
+    for version in _VERSIONS:
         folder, archive = root / version.folder, root / version.archive
         lacks = version.missing(folder)
         if not lacks:
@@ -102,34 +104,47 @@ def find(root: Path) -> tuple[_Version, Path]:
             return version, archive
         missing += lacks if folder.exists() else []
     if missing:
-        raise FileNotFoundError(f"{missing[0]} must exist. Got no such file. {CURE}")
-    message = f"{root} must hold {PYTHON.folder}/ or {PYTHON.archive}. Got neither. {CURE}"
-    raise FileNotFoundError(message)
+        raise FileNotFoundError(f"{missing[0]} must exist. Got no such file. {HINT}")
+    python = _VERSIONS[0]
+    raise FileNotFoundError(f"{root} must hold {python.folder}/ or {python.archive}. Got neither. {HINT}")
 
 
-def _members(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
-    """The named files in a folder or an archive, opened one after the other."""
+def _open(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
+    """The named files of a folder or an archive, one after the other, in any order."""
     if not place.is_dir():
-        yield from _archive_members(place, names)
+        yield from _open_archive(place, names)
         return
     for name in names:
-        with open_binary(place / name, cure=CURE) as file:
+        with open_binary(place / name, hint=HINT) as file:
             yield name, file
 
 
-def _archive_members(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
+class _BoundedGzip(gzip.GzipFile):
+    """Refuses to read more at once than any CIFAR-10 file has: a forged size would fill the memory."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > LARGEST + 1:
+            raise tarfile.ReadError(f"a part of {size:,} bytes")
+        return super().read(size)
+
+
+def _open_archive(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
     missing = set(names)
     # Read once from front to back; nothing is written to disk.
-    with open_binary(place, cure=CURE) as file, tarfile.open(fileobj=file, mode="r:gz") as archive:
+    with (
+        open_binary(place, hint=HINT) as file,
+        _BoundedGzip(fileobj=file) as content,
+        tarfile.open(fileobj=content, mode="r:") as archive,
+    ):
         for member in archive:
             name = Path(member.name).name
             if name in missing and member.isfile():
                 missing.remove(name)
                 yield name, cast(BinaryIO, archive.extractfile(member))
-        while cast(BinaryIO, archive.fileobj).read(1 << 16):
+        while content.read(1 << 16):
             pass  # on to the very end, where gzip compares its checksum
     if missing:
-        message = f"{place} must hold {', '.join(names)}. Got none named {', '.join(sorted(missing))}. {CURE}"
+        message = f"{place} must hold {', '.join(names)}. Got none named {', '.join(sorted(missing))}. {HINT}"
         raise FileNotFoundError(message)
 
 
@@ -139,61 +154,58 @@ def _intact(place: Path) -> Iterator[None]:
     try:
         yield
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        message = f"{place} must be a whole .tar.gz. Got a damaged one ({error}). Delete it. {CURE}"
+        message = f"{place} must be a whole .tar.gz. Got a damaged one ({error}). Delete it. {HINT}"
         raise ValueError(message) from None
 
 
+def _read(file: BinaryIO, where: str) -> bytes:
+    content = file.read(LARGEST + 1)
+    _require(len(content) <= LARGEST, where, f"at most {LARGEST:,} bytes", "more")
+    return content
+
+
 def _read_batch(file: BinaryIO, where: str) -> Batch:
-    data, labels = _read_binary(file, where) if where.endswith(".bin") else _read_pickle(file, where)
+    content = _read(file, where)
+    data, labels = _read_binary(content, where) if where.endswith(".bin") else _read_pickle(content, where)
     _require(len(labels) == len(data), where, f"{len(data)} labels", len(labels))
-    return data, labels
-
-
-def _read_pickle(file: BinaryIO, where: str) -> Batch:
-    content = _read_dict(file, where)
-    data, labels = content.get("data"), content.get("labels")
-    if not isinstance(data, np.ndarray) or not isinstance(labels, list):
-        raise ValueError(_message(where, "data and labels", list(content)))
-    right = data.ndim == 2 and data.shape[1] == PIXELS and data.dtype == np.uint8
-    _require(right, where, f"uint8 data of shape (n, {PIXELS})", f"{data.dtype} {data.shape}")
-    others = [type(label).__name__ for label in labels if type(label) is not int]
-    _require(not others, where, "whole numbers as labels", ", ".join(others[:1]))
     wrong = [label for label in labels if not 0 <= label < CLASSES]
-    _require(not wrong, where, _LABELS, wrong[:1])  # before numpy, which has no room for all numbers
+    _require(not wrong, where, f"labels 0 to {CLASSES - 1}", wrong[:1])
     return data, np.array(labels, dtype=np.int64)
 
 
-def _read_binary(file: BinaryIO, where: str) -> Batch:
-    content = np.frombuffer(file.read(), dtype=np.uint8)
+def _read_pickle(content: bytes, where: str) -> tuple[NDArray[np.uint8], list[int]]:
+    found = _read_dict(content, where)
+    data, labels = found.get("data"), found.get("labels")
+    if not isinstance(data, np.ndarray) or not isinstance(labels, list):
+        raise ValueError(_message(where, "data and labels", list(found)))
+    right = data.ndim == 2 and data.shape[1] == PIXELS
+    _require(right, where, f"uint8 data of shape (n, {PIXELS})", data.shape)
+    others = [type(label).__name__ for label in labels if type(label) is not int]
+    _require(not others, where, "integers as labels", ", ".join(others[:1]))
+    return data, labels
+
+
+def _read_binary(content: bytes, where: str) -> tuple[NDArray[np.uint8], list[int]]:
     record = 1 + PIXELS  # one byte for the label, then the pixels
-    _require(content.size and content.size % record == 0, where, f"records of {record} bytes", content.size)
-    records = content.reshape(-1, record)
-    labels = records[:, 0].astype(np.int64)
-    _require((labels < CLASSES).all(), where, _LABELS, labels[labels >= CLASSES][:1])
-    return records[:, 1:], labels
+    _require(content and len(content) % record == 0, where, f"records of {record} bytes", len(content))
+    records = np.frombuffer(content, dtype=np.uint8).reshape(-1, record)
+    return records[:, 1:], records[:, 0].tolist()
 
 
 def _read_classes(file: BinaryIO, where: str) -> tuple[str, ...]:
+    content = _read(file, where)
     if where.endswith(".txt"):
-        names = tuple(file.read().decode("latin1").split())
+        names: Any = content.decode("latin1").split()
     else:
-        names = _label_names(_read_dict(file, where).get("label_names"), where)
-    _require(len(names) == CLASSES, where, f"{CLASSES} class names", len(names))
-    return names
+        names = _read_dict(content, where).get("label_names")
+    right = isinstance(names, list) and len(names) == CLASSES and all(isinstance(n, str) for n in names)
+    _require(right, where, f"{CLASSES} class names", "others")
+    return tuple(names)
 
 
-def _label_names(names: Any, where: str) -> tuple[str, ...]:
-    expected = f"{CLASSES} class names as label_names"
-    _require(isinstance(names, list), where, expected, type(names).__name__)
+def _read_dict(content: bytes, where: str) -> dict[str, Any]:
     try:
-        return tuple(as_text(name) for name in names)
-    except TypeError as error:
-        raise ValueError(_message(where, expected, error)) from None
-
-
-def _read_dict(file: BinaryIO, where: str) -> dict[str, Any]:
-    try:
-        return read_dict(file)
+        return read_dict(content)
     except ValueError as error:
         raise ValueError(_message(where, "the dict of a CIFAR-10 file", error)) from None
 
@@ -204,4 +216,4 @@ def _require(condition: Any, where: str, expected: str, got: object) -> None:
 
 
 def _message(where: str, expected: str, got: object) -> str:
-    return f"{where} must hold {expected}. Got {got}. Delete the set's files. {CURE}"
+    return f"{where} must hold {expected}. Got {got}. Delete the files of CIFAR-10. {HINT}"

@@ -1,21 +1,23 @@
-"""`Dataset`: the one value that every loader returns, and even parts of it.
+"""`Dataset`: the one value that every loader returns, and its subsets.
 
 N images, C channels, H x W pixels.
 """
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from .checksum import tensor_checksum
+from .registry import load
 
-IGNORE = 255  # in masks: a pixel that has no class
+IGNORE = 255  # in masks: a pixel without a class
+_CHUNK = 1 << 26  # bytes hashed at a time, so that a dataset on the GPU is not copied at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +28,9 @@ class Dataset:
     targets: Tensor  # (N,) long; for segmentation (N,H,W) uint8 or long
     classes: tuple[str, ...]
     split: str = "train"
-    source: str = "memory"  # for people: a folder or a file
+    source: str = "memory"  # for error messages: a folder or a file
     groups: tuple[str, ...] | None = None  # (N,) names of the groups of related images
-    recipe: Mapping[str, Any] | None = field(default=None, repr=False)  # how `load_recipe` gets it again
+    recipe: Mapping[str, Any] | None = field(default=None, repr=False)  # how `load_recipe` loads it again
     units: tuple[bytes, ...] | None = field(default=None, repr=False)  # equal for images that were identical
 
     def __post_init__(self) -> None:
@@ -57,7 +59,7 @@ class Dataset:
         return self.images[index], self.targets[index]
 
     def subset(self, indices: Sequence[int] | Tensor, *, split: str | None = None) -> "Dataset":
-        """The images at these positions, in this order; or those where a mask of booleans is true."""
+        """The images at these positions, in this order; or those where a boolean mask is true."""
         positions = torch.as_tensor(indices)
         positions = positions.nonzero().flatten() if positions.dtype == torch.bool else positions.long()
         chosen = positions.tolist()
@@ -72,76 +74,87 @@ class Dataset:
         )
 
 
-def spread(dataset: Dataset, count: int | None) -> Dataset:
-    """So many examples from all over a set, which may be sorted by class; None: all."""
-    if count is None or count >= len(dataset):
+def load_recipe(recipe: Mapping[str, Any], root: str | Path | None = None) -> Dataset:
+    """Load again what a `Dataset.recipe` describes, from the files under `root`."""
+    dataset = load(recipe["name"], split=recipe["split"], root=root, **recipe["options"])
+    if "hold_out" not in recipe:
         return dataset
-    return dataset.subset([i * len(dataset) // count for i in range(count)])
+    part = recipe["hold_out"]
+    train, validation = split_validation(dataset, part["fraction"], part["seed"])
+    return validation if part["part"] == "validation" else train
+
+
+def evenly_spaced(dataset: Dataset, n: int | None) -> Dataset:
+    """n examples at equal distances, because a dataset may be sorted by class; None: all."""
+    if n is None or n >= len(dataset):
+        return dataset
+    return dataset.subset([i * len(dataset) // n for i in range(n)])
+
+
+def stratified_subset(dataset: Dataset, n: int) -> Dataset:
+    """n examples drawn evenly from the classes (or groups); the same ones each time."""
+    if n > len(dataset):
+        raise ValueError(f"subset must be at most {len(dataset)}, the size of the dataset. Got {n}.")
+    strata = _strata(dataset)
+    taken: Counter[Hashable] = Counter()
+    turn = {}  # position -> how many of its stratum come before it
+    for i in torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist():
+        turn[i] = taken[strata[i]]
+        taken[strata[i]] += 1
+    return dataset.subset(sorted(sorted(turn, key=turn.__getitem__)[:n]))
 
 
 def split_validation(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
-    """Hold out a share of every class (of every group, for segmentation): (train, validation).
+    """Hold out a fraction of every class (of every group, for segmentation): (train, validation).
 
     The same seed gives the same split, and identical images stay on one side.
     """
-    strata: Sequence[Hashable] = dataset.groups or ("all",) * len(dataset)
-    if dataset.targets.ndim == 1:
-        strata = dataset.targets.tolist()
-    kept, held = hold_out(strata, dataset.units or identities(dataset.images), fraction, seed)
+    kept, held = hold_out(_strata(dataset), dataset.units or identities(dataset.images), fraction, seed)
     if not held or not kept:
         message = f"fraction must leave images on both sides of {len(dataset)}. Got {fraction}."
         raise ValueError(message)
-    train, validation = dataset.subset(kept), dataset.subset(held, split="validation")
-    return _with_part(dataset, train, fraction, seed), _with_part(dataset, validation, fraction, seed)
+    parts = dataset.subset(kept), dataset.subset(held, split="validation")
+    if dataset.recipe is None:
+        return parts
+    choice = {"fraction": fraction, "seed": seed}
+    train, validation = (
+        replace(part, recipe={**dataset.recipe, "hold_out": {**choice, "part": part.split}}) for part in parts
+    )
+    return train, validation
 
 
-def few(train: Dataset, count: int) -> Dataset:
-    """So many of the images, drawn evenly from the classes (or groups); the same ones for every seed."""
-    if count > len(train):
-        raise ValueError(f"examples must be at most {len(train)}, the whole set. Got {count}.")
-    strata: Sequence[Any] = train.targets.tolist() if train.targets.ndim == 1 else train.groups or ()
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    taken: Counter[Any] = Counter()
-    turn = {}  # how many of its class come before it
-    for i in order:
-        kind = strata[i] if strata else None
-        turn[i] = taken[kind]
-        taken[kind] += 1
-    return train.subset(sorted(sorted(order, key=turn.__getitem__)[:count]))
-
-
-def _with_part(whole: Dataset, part: Dataset, fraction: float, seed: int) -> Dataset:
-    if whole.recipe is None:
-        return part
-    choice = {"fraction": fraction, "seed": seed, "part": part.split}
-    return replace(part, recipe={**whole.recipe, "hold_out": choice})
+def _strata(dataset: Dataset) -> Sequence[Hashable]:
+    if dataset.targets.ndim == 1:
+        labels: list[int] = dataset.targets.tolist()
+        return labels
+    return dataset.groups or ("all",) * len(dataset)
 
 
 def hold_out(
     strata: Sequence[Hashable], units: Sequence[Hashable], fraction: float, seed: int
 ) -> tuple[list[int], list[int]]:
-    """Positions (kept, held): the rounded share of every stratum is held, equal units stay together."""
+    """Positions (kept, held): the rounded fraction of every stratum is held, equal units stay together."""
     if not 0 < fraction < 1:
-        raise ValueError(f"fraction must lie between 0 and 1. Got {fraction}.")
-    members: dict[Hashable, list[int]] = {}
+        raise ValueError(f"fraction must be between 0 and 1. Got {fraction}.")
+    same_unit: dict[Hashable, list[int]] = defaultdict(list)
     for position, unit in enumerate(units):
-        members.setdefault(unit, []).append(position)
-    stratum_units: dict[Hashable, list[list[int]]] = {}
-    for positions in members.values():
-        stratum_units.setdefault(strata[positions[0]], []).append(positions)
+        same_unit[unit].append(position)
+    candidates: dict[Hashable, list[list[int]]] = defaultdict(list)
+    for positions in same_unit.values():
+        candidates[strata[positions[0]]].append(positions)
     generator = torch.Generator().manual_seed(seed)
     held: set[int] = set()
-    for candidates in stratum_units.values():
-        held |= _draw(candidates, fraction, generator)
+    for choices in candidates.values():
+        held |= _draw(choices, fraction, generator)
     return [i for i in range(len(units)) if i not in held], sorted(held)
 
 
-def _draw(candidates: list[list[int]], fraction: float, generator: torch.Generator) -> set[int]:
-    quota = round(fraction * sum(map(len, candidates)))
+def _draw(choices: list[list[int]], fraction: float, generator: torch.Generator) -> set[int]:
+    quota = round(fraction * sum(map(len, choices)))
     drawn: set[int] = set()
-    for choice in torch.randperm(len(candidates), generator=generator).tolist():
-        if len(drawn) + len(candidates[choice]) <= quota:
-            drawn.update(candidates[choice])
+    for choice in torch.randperm(len(choices), generator=generator).tolist():
+        if len(drawn) + len(choices[choice]) <= quota:
+            drawn.update(choices[choice])
     return drawn
 
 
@@ -149,6 +162,30 @@ def identities(images: Tensor) -> list[bytes]:
     """A short digest per image: equal exactly for identical images."""
     rows = images.detach().cpu().flatten(1).contiguous().numpy()
     return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]
+
+
+def tensor_checksum(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, types, shapes and values, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        # torch cannot view an empty tensor as bytes
+        for chunk in torch.split(tensor.flatten().view(torch.uint8), _CHUNK) if tensor.numel() else ():
+            digest.update(chunk.cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def default_ignore_index(targets: Tensor, classes: int) -> int | None:
+    """255 for masks, unless there are so many classes that 255 is one of them; otherwise None."""
+    if targets.ndim == 1 or targets.is_floating_point() or targets.dtype == torch.bool:
+        return None
+    return IGNORE if classes <= IGNORE <= torch.iinfo(targets.dtype).max else None
+
+
+def not_ignored(targets: Tensor, ignore_index: int | None) -> Tensor:
+    """A boolean mask of the targets that differ from `ignore_index`."""
+    return torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
 
 
 def _check_images(images: Tensor, source: str) -> None:
@@ -162,37 +199,22 @@ def _check_images(images: Tensor, source: str) -> None:
 def _check_targets(targets: Tensor, images: Tensor, source: str) -> None:
     n, _, height, width = images.shape
     if tuple(targets.shape) not in {(n,), (n, height, width)}:
-        message = (
+        raise ValueError(
             f"targets of {source} must have shape {(n,)} (classes) or {(n, height, width)} (masks). "
             f"Got {tuple(targets.shape)}."
         )
-        raise ValueError(message)
     allowed = (torch.int64,) if targets.ndim == 1 else (torch.uint8, torch.int64)
     if targets.dtype not in allowed:
         raise TypeError(f"targets of {source} must be one of {allowed}. Got {targets.dtype}.")
 
 
-def ignored(targets: Tensor, classes: int) -> int | None:
-    """The target that counts for nothing: 255 of pixels, unless there are so many classes that it is one."""
-    if targets.ndim == 1 or targets.is_floating_point() or targets.dtype == torch.bool:
-        return None
-    return IGNORE if classes <= IGNORE <= torch.iinfo(targets.dtype).max else None
-
-
-def counting(targets: Tensor, nothing: int | None) -> Tensor:
-    """Which targets count, as booleans: all but those that are `nothing`."""
-    return torch.ones_like(targets, dtype=torch.bool) if nothing is None else targets != nothing
-
-
 def _check_labels(targets: Tensor, classes: int, source: str) -> None:
-    labels = targets[counting(targets, ignored(targets, classes))]
+    labels = targets[not_ignored(targets, default_ignore_index(targets, classes))]
     if not labels.numel():
         return
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
-        wrong = low if low < 0 else high
-        message = (
-            f"labels of {source} must be between 0 and {classes - 1} ({classes} classes). Got {wrong}. "
-            "Correct the file, or name all classes."
+        raise ValueError(
+            f"labels of {source} must be between 0 and {classes - 1} ({classes} classes). "
+            f"Got {low if low < 0 else high}. Correct the labels (they start at 0), or name all classes."
         )
-        raise ValueError(message)

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from .dataset import Dataset, hold_out
-
-SPLITS = ("train", "test")
+from .registry import DIGITS
 
 
 def load(split: str = "train", root: str | Path | None = None) -> Dataset:
@@ -20,5 +19,4 @@ def load(split: str = "train", root: str | Path | None = None) -> Dataset:
     train, test = hold_out(targets.tolist(), range(len(targets)), fraction=0.2, seed=0)
     chosen = train if split == "train" else test
     images = torch.from_numpy(grey[chosen]).unsqueeze(1)
-    names = tuple(str(name) for name in content.target_names)
-    return Dataset(images, torch.from_numpy(targets[chosen]), names, split, "scikit-learn")
+    return Dataset(images, torch.from_numpy(targets[chosen]), DIGITS.classes, split, "scikit-learn")

@@ -9,9 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .dataset import Dataset
-from .pictures import Picture, image_files, masked_pictures, parse_size, read_classes, read_segmentation
+from .images import (
+    Example,
+    image_files,
+    masked_examples,
+    parse_size,
+    read_classification,
+    read_segmentation,
+)
 
-SPLITS = ("train", "validation", "test")
 LAYOUT = (
     "Lay it out as <class>/*.jpg, or as images/*.jpg with masks/*.png, each also inside train/ and test/."
 )
@@ -25,7 +31,7 @@ def load(
     mode: str = "RGB",
     classes: Sequence[str] | None = None,
 ) -> Dataset:
-    """Load all images of a folder; broken files are reported together, by name.
+    """Load all images of a folder; one error names all files that cannot be read.
 
     Args:
         split: the folder of that name inside `root`; for "train" also `root` itself, if it is not split.
@@ -44,11 +50,11 @@ def load(
         return read_segmentation(_masked(folder), shape, classes, mode=mode, split=split, source=str(folder))
     # the training folder names the classes, so that they have the same numbers in every split
     names = _class_folders(_split_folder(whole, "train"))
-    pictures = [Picture(image, name) for name in names for image in _images_of(folder / name)]
-    if got := _mistake(folder, names, {picture.label for picture in pictures}, split):
+    examples = [Example(image, name) for name in names for image in _images_of(folder / name)]
+    if got := _mistake(folder, names, {example.label for example in examples}, split):
         message = f"{folder} must hold images in the folders of the training classes. Got {got}."
         raise ValueError(f"{message} {LAYOUT}")
-    return read_classes(pictures, shape, names, mode=mode, split=split, source=str(folder))
+    return read_classification(examples, shape, names, mode=mode, split=split, source=str(folder))
 
 
 def _mistake(folder: Path, names: list[str], found: set[str], split: str) -> str | None:
@@ -76,18 +82,18 @@ def _split_folder(whole: Path, split: str) -> Path:
 def _class_folders(folder: Path) -> list[str]:
     entries = [path for path in folder.iterdir() if not path.name.startswith(".")]
     if dangling := sorted(str(path) for path in entries if not path.exists()):
-        raise ValueError(f"links must lead somewhere. Got {', '.join(dangling)}. Mend or remove them.")
+        raise ValueError(f"links must lead somewhere. Got {', '.join(dangling)}. Fix or remove them.")
     return sorted(path.name for path in entries if path.is_dir())
 
 
-def _masked(folder: Path) -> list[Picture]:
+def _masked(folder: Path) -> list[Example]:
     images, masks = folder / "images", folder / "masks"
     if not masks.is_dir():
         message = f"{folder} must hold masks/ beside images/. Got images/ alone."
         raise ValueError(f"{message} Put the masks there; if images is a class, give it another name.")
-    pictures = masked_pictures(images, masks, "all")
+    examples = masked_examples(images, masks, "all")
     for group in _class_folders(images):
-        pictures += masked_pictures(images / group, masks / group, group)
-    if not pictures:
+        examples += masked_examples(images / group, masks / group, group)
+    if not examples:
         raise ValueError(f"{images} must hold images. Got none. {LAYOUT}")
-    return pictures
+    return examples

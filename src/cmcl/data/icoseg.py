@@ -6,12 +6,9 @@ from pathlib import Path
 
 from .._files import digest
 from .dataset import Dataset, hold_out
-from .files import data_root
-from .pictures import Picture, Size, collect, image_size, masked_pictures, parse_size, read_segmentation
-from .published import ICOSEG_SITE
+from .images import Example, Size, collect, image_size, masked_examples, parse_size, read_segmentation
+from .registry import ICOSEG, data_root
 
-SPLITS = ("train", "test")
-CURE = f"The set's site is {ICOSEG_SITE}."
 # The paper takes images "larger than 300x500", but no side is longer than 500: here that means at least.
 SMALLEST = (300, 500)
 
@@ -29,40 +26,40 @@ def load(
     Args:
         split: "train" or "test".
         root: folder that holds `iCoseg/`.
-        orientation: "landscape" takes images at least 300 high and 500 wide; "both" also those lying the
-            other way, which are then squeezed into the same shape.
+        orientation: "landscape" takes images at least 300 high and 500 wide; "both" also portrait images
+            of that size, which are resized to the same shape.
         size: (height, width), or one number for squares: images bicubic, masks by nearest pixel.
-        seed: decides the split. Byte-identical images always fall on the same side.
+        seed: of the split. Byte-identical images are always on the same side.
     """
     if orientation not in {"landscape", "both"}:
         raise ValueError(f"orientation must be 'landscape' or 'both'. Got {orientation!r}.")
     folder, shape = data_root(root) / "iCoseg", parse_size(size)
-    pictures = _large_enough(_find(folder), orientation)
-    if not pictures:
+    examples = _large_enough(_find(folder), orientation)
+    if not examples:
         raise ValueError(
-            f"{folder} must hold images of at least {SMALLEST} (height, width). Got none. {CURE}"
+            f"{folder} must hold images of at least {SMALLEST} (height, width). Got none. {ICOSEG.hint}"
         )
-    digests = [digest(picture.image) for picture in pictures]
-    train, test = hold_out([picture.label for picture in pictures], digests, fraction=0.2, seed=seed)
-    chosen = [pictures[i] for i in (train if split == "train" else test)]
+    digests = [digest(example.image) for example in examples]
+    train, test = hold_out([example.label for example in examples], digests, fraction=0.2, seed=seed)
+    chosen = [examples[i] for i in (train if split == "train" else test)]
     return read_segmentation(chosen, shape, split=split, source=str(folder))
 
 
-def _find(folder: Path) -> list[Picture]:
+def _find(folder: Path) -> list[Example]:
     if not (folder / "images").is_dir() or not (folder / "ground_truth").is_dir():
         message = (
             f"{folder} must hold images/ and ground_truth/ with one folder per group. Got no such folders."
         )
-        raise FileNotFoundError(f"{message} {CURE}")
+        raise FileNotFoundError(f"{message} {ICOSEG.hint}")
     groups = sorted(path for path in (folder / "images").iterdir() if path.is_dir())
-    found = (masked_pictures(group, folder / "ground_truth" / group.name, group.name) for group in groups)
+    found = (masked_examples(group, folder / "ground_truth" / group.name, group.name) for group in groups)
     return list(chain.from_iterable(found))
 
 
-def _large_enough(pictures: list[Picture], orientation: str) -> list[Picture]:
+def _large_enough(examples: list[Example], orientation: str) -> list[Example]:
     def passes(size: Size) -> bool:
         turned = sorted(size) if orientation == "both" else size
         return turned[0] >= SMALLEST[0] and turned[1] >= SMALLEST[1]
 
-    sizes = collect(image_size, pictures)
-    return [picture for picture, size in zip(pictures, sizes, strict=True) if passes(size)]
+    sizes = collect(image_size, examples)
+    return [example for example, size in zip(examples, sizes, strict=True) if passes(size)]

@@ -16,9 +16,9 @@ from scipy.ndimage import gaussian_filter
 
 from .dataset import Dataset, hold_out
 from .drawing import BACKGROUNDS, OBJECTS, Field, Rng, clouds
-from .pictures import FOREGROUND, parse_size
+from .images import parse_size
+from .registry import FOREGROUND
 
-SPLITS = ("train", "test")
 SMALLEST = 8  # pixels; in smaller scenes some objects would vanish
 _FINE = 2  # drawn at twice the size, then averaged: smooth edges
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import __version__
 from .._files import replacing
-from ..data.files import cache_root
+from ..data.registry import cache_root
 from ..reproduction.claims import judge
 from ..reproduction.record import Record
 from . import story

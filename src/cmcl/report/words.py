@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from ..data.registry import DATASETS
+
 METHODS = {"single": "single network", "ie": "IE", "mcl": "MCL", "cmcl": "CMCL"}
 LONG = {
     "single": "a single network",
@@ -17,12 +19,8 @@ NETWORKS = {
     "resnet20": "ResNet-20",
     "fcn": "FCN",
 }
-DATA = {"cifar10": "CIFAR-10", "svhn": "SVHN", "icoseg": "iCoseg"}
-CLASSES = {  # records hold numbers; galleries hold names
-    "cifar10": ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"],
-    "svhn": ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"],
-    "icoseg": ["background", "foreground"],
-}
+DATA = {name: info.title for name, info in DATASETS.items()}
+CLASSES = {name: list(info.classes) for name, info in DATASETS.items() if info.classes}
 COUNTS = {2: "two", 3: "three", 4: "four", 5: "five", 10: "ten"}
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..data.dataset import Dataset, counting, ignored
-from ..data.files import nearest
-from ..data.preprocess import Transform
+from ..data.dataset import Dataset, default_ignore_index, not_ignored
+from ..data.registry import nearest
+from ..data.transforms import Transform
 from ..ensemble import Ensemble, in_eval
 from ..networks import NETWORKS
 from ..telling import first_line
@@ -62,7 +62,7 @@ def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:
         sizes = (targets.shape[1:], logits.shape[3:])
         kinds = [f"an answer per {'pixel' if len(size) else 'image'}" for size in sizes]
         raise ValueError(f"{must} with {kinds[0]}. Got a network with {kinds[1]}. {cure}")
-    classes = int(targets[counting(targets, ignored(targets, logits.shape[2]))].max()) + 1
+    classes = int(targets[not_ignored(targets, default_ignore_index(targets, logits.shape[2]))].max()) + 1
     if logits.shape[2] < classes:
         raise ValueError(f"{must} of {classes} classes. Got a network for {logits.shape[2]}. {cure}")
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Union
 
-from ..data.files import nearest
-from ..data.published import CHECKSUMS
+from ..data.registry import CHECKSUMS, nearest
 from ..training.config import Recipe
 from .recipes import FIGURE4A, HELD_OUT, find, grid, table2_name
 from .record import Record, distinct, spread

@@ -7,6 +7,7 @@ from statistics import median_low
 
 from safetensors import SafetensorError, safe_open
 
+from ..data.registry import DATASETS
 from ..training.config import Recipe
 from .environment import stretches
 from .record import Record
@@ -18,7 +19,7 @@ SHARING = {"cnn": 1.7}  # masks on a large first feature map; 1.2 for the other 
 ADVERSARIAL = 2.5  # a second pass, and the gradient of the inputs
 CPU = 150.0  # so many times slower
 START = 60.0  # seconds to load, compile and measure on a GPU; a tenth on a CPU, which compiles nothing
-EXAMPLES = {"cifar10": 50_000, "svhn": 73_257, "icoseg": 362, "digits": 1438, "shapes": 320}
+EXAMPLES = {name: info.sizes["train"] for name, info in DATASETS.items() if info.sizes}
 
 
 def expected_seconds(

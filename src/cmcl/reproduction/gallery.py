@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import metrics
 from .._files import replacing
-from ..data.dataset import Dataset, counting, ignored
+from ..data.dataset import Dataset, default_ignore_index, not_ignored
 
 FORMAT = 1
 DISPUTED, SCENES = 12, 6  # pictures of a classifier, and of a segmentation
@@ -62,7 +62,7 @@ def _scenes(probs: Tensor, test: Dataset) -> Tensor:
 
 def _pixel_errors(probs: Tensor, targets: Tensor) -> Tensor:
     """Share of wrong pixels, (M, N)."""
-    counts = counting(targets, ignored(targets, probs.shape[2]))
+    counts = not_ignored(targets, default_ignore_index(targets, probs.shape[2]))
     wrong = (probs.max(2).indices != targets) & counts
     return wrong.flatten(2).sum(2) / counts.flatten(1).sum(1).clamp(min=1)
 
@@ -106,7 +106,9 @@ def _scene(folder: Path, i: int, probs: Tensor, target: Tensor, picture: Tensor)
 def _grey(labels: Tensor, classes: int) -> Tensor:
     """Classes as shades from black to white; pixels without a class in between."""
     shades = (labels.double() * 255 / (classes - 1)).clamp(0, 255)
-    return shades.where(counting(labels, ignored(labels, classes)), 128.0).to(torch.uint8)[None]
+    return shades.where(not_ignored(labels, default_ignore_index(labels, classes)), 128.0).to(torch.uint8)[
+        None
+    ]
 
 
 def _save(path: Path, picture: Tensor) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import metrics
-from ..data.dataset import counting, ignored
+from ..data.dataset import default_ignore_index, not_ignored
 from ..ensemble import Ensemble
 from ..telling import watched
 
@@ -59,7 +59,7 @@ def ask(
 def measure(answers: Answers, targets: Tensor) -> dict[str, Any]:
     """Errors in both sharing modes, and the rest in mode "expected"."""
     probs, drawn, unseen = answers
-    ignore = ignored(targets, probs.shape[2])
+    ignore = default_ignore_index(targets, probs.shape[2])
     members = metrics.member_errors(probs, targets, ignore_index=ignore)
     classwise = metrics.classwise_accuracy(probs, targets, ignore_index=ignore)  # (M, C)
     return {
@@ -94,7 +94,7 @@ def predict(
 
 def errors(probs: Tensor, targets: Tensor) -> dict[str, float]:
     """In percent: of the averaged prediction, of the most confident member, of the best member."""
-    ignore = ignored(targets, probs.shape[2])
+    ignore = default_ignore_index(targets, probs.shape[2])
     scores = metrics.Accumulator()
     scores.update(probs, targets, ignore_index=ignore)
     found = scores.compute()
@@ -103,7 +103,7 @@ def errors(probs: Tensor, targets: Tensor) -> dict[str, float]:
 
 def _calibration(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[str, Any]:
     """Of the averaged answer: ECE in percent, the other numbers as they are."""
-    ignore = ignored(targets, probs.shape[2])
+    ignore = default_ignore_index(targets, probs.shape[2])
     scores = metrics.Accumulator(bins=RELIABILITY_BINS, curves=True)
     scores.update(probs, targets, ignore_index=ignore)
     if unseen is not None:
@@ -111,7 +111,7 @@ def _calibration(probs: Tensor, targets: Tensor, unseen: Tensor | None) -> dict[
     found = scores.compute()
     names = [name for name in ("nll", "brier", "aurc", "auroc", "fpr95") if name in found]
     confidence, answer = probs.mean(0).max(1)
-    counts = counting(targets, ignore)
+    counts = not_ignored(targets, ignore)
     risk = metrics.risk_coverage(confidence[counts].clamp(0, 1), (answer == targets)[counts])[1]
     points = (torch.arange(1, COVERAGES + 1) * len(risk) / COVERAGES).ceil().long() - 1
     count, confidence, accuracy = scores.reliability

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from .. import _checks
 from .._files import replacing
 from ..data import from_arrays
-from ..data.checksum import tensor_checksum
-from ..data.dataset import IGNORE, Dataset
+from ..data.dataset import IGNORE, Dataset, tensor_checksum
 from ..ensemble import Ensemble
 from ..serialization import saved_checksum
 from ..telling import without_addresses

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..data.files import nearest
+from ..data.registry import nearest
 from ..training.config import Recipe
 
 BETAS, OVERLAPS = (0.5, 0.75, 1.0, 1.25, 1.5), (2, 3, 4)  # what Table 3 was searched over

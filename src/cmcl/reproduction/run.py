@@ -16,9 +16,8 @@ from torch import Tensor
 
 from .. import data
 from .._files import replacing
-from ..data.cache import fitted, transformed
-from ..data.dataset import Dataset, few, identities, split_validation
-from ..data.preprocess import PRESETS, Transform
+from ..data.dataset import Dataset, identities, split_validation, stratified_subset
+from ..data.transforms import PRESETS, Transform, fit_cached, transform_cached
 from ..ensemble import Ensemble
 from ..serialization import saved_checksum
 from ..training import Options, Result, fit
@@ -184,7 +183,7 @@ def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
     train, test = (data.load(recipe.data, split=split, root=root) for split in ("train", "test"))
     ood = load_ood(recipe.data, root)
     checksums = {"train": train.checksum, "test": test.checksum}
-    train = train if recipe.subset is None else few(train, recipe.subset)
+    train = train if recipe.subset is None else stratified_subset(train, recipe.subset)
     if preset is None:
         return Sets(train, test, test.images, ood, None, checksums)
     pictures = test.images
@@ -192,9 +191,9 @@ def load_sets(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
     if recipe.validation:  # what the choice is made by must not be looked at
         train = replace(train, units=tuple(identities(train.images)))  # whitened, others may be equal
         learned = split_validation(train, recipe.validation)[0]
-    transform = fitted(preset(), learned, cache)
-    train, test = (transformed(transform, one, cache) for one in (train, test))
-    ood = ood and transformed(transform, ood, cache)
+    transform = fit_cached(preset(), learned, cache)
+    train, test = (transform_cached(transform, one, cache) for one in (train, test))
+    ood = ood and transform_cached(transform, ood, cache)
     return Sets(train, test, pictures, ood, transform, checksums)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .. import _checks, metrics
-from ..data.dataset import IGNORE, Dataset, counting
+from ..data.dataset import IGNORE, Dataset, not_ignored
 from ..ensemble import Ensemble, in_eval
 from ..telling import first_line
 from .config import Recipe
@@ -110,7 +110,9 @@ def check_scored(name: str, ensemble: Ensemble, data: Data, ignore_index: int | 
             two = _extremes(targets, ignore_index)
             probs, looked = ensemble.predict(images[two]).member_probs.cpu(), targets[two].cpu()
             ignore = resolved(ignore_index, looked, probs.shape[2], dense=looked.ndim > 1)
-            if not isinstance(data, DataLoader) or counting(looked, ignore).any():  # later batches may count
+            if (
+                not isinstance(data, DataLoader) or not_ignored(looked, ignore).any()
+            ):  # later batches may count
                 metrics.top1_error(probs, looked, ignore_index=ignore)
     except torch.OutOfMemoryError:
         raise
@@ -136,7 +138,7 @@ def _extremes(targets: Tensor, ignore_index: int | str | None) -> list[int]:
     by_itself = IGNORE if targets.ndim > 1 else None  # a wrong label of an image must be seen, 255 too
     ignore = by_itself if isinstance(ignore_index, str) else ignore_index
     if targets.ndim == 1:
-        counted = counting(targets, ignore).nonzero().flatten()
+        counted = not_ignored(targets, ignore).nonzero().flatten()
         own = targets[counted].long()
         return [int(counted[own.argmin()]), int(counted[own.argmax()])] if len(own) else [0]
-    return counting(targets, ignore).flatten(1).any(1).nonzero().flatten()[:2].tolist() or [0]
+    return not_ignored(targets, ignore).flatten(1).any(1).nonzero().flatten()[:2].tolist() or [0]

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .. import _checks, metrics
-from ..data.dataset import ignored
+from ..data.dataset import default_ignore_index
 from ..ensemble import Ensemble
 from .setup import Data, tensors
 
@@ -17,7 +17,7 @@ PIXELS = 2**16  # of dense targets in a batch: their probabilities are members t
 def resolved(ignore_index: int | str | None, targets: Tensor, classes: int, *, dense: bool) -> int | None:
     """The target that counts for nothing; by itself 255 of pixels, where it can be no class."""
     if ignore_index == AUTO:
-        return ignored(targets, classes) if dense else None
+        return default_ignore_index(targets, classes) if dense else None
     if isinstance(ignore_index, str):
         raise ValueError(f"ignore_index must be a number, {AUTO!r} or None. Got {ignore_index!r}.")
     _checks.ignorable(ignore_index, targets)

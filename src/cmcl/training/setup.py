@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from ..data.arrays import looks_channels_last
 from ..data.batches import epoch_seed
-from ..data.dataset import Dataset, few, split_validation
-from ..data.steps import MeanStd
+from ..data.dataset import Dataset, split_validation, stratified_subset
+from ..data.transforms import MeanStd
 from ..ensemble import Ensemble
 from ..telling import private_torch, tell
 from .config import Options
@@ -95,7 +95,7 @@ def limited(train: Data, count: int | None) -> Data:
         return train
     if not isinstance(train, Dataset):
         raise TypeError(f"train must be a Dataset for recipe.subset. Got {type(train).__name__}.")
-    return few(train, count)
+    return stratified_subset(train, count)
 
 
 def hold_out(train: Data, fraction: float) -> tuple[Data, Data | None]:

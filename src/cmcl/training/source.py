@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from .. import _checks
 from ..data.batches import Batch, LoaderBatches, epoch_seed, permutation
-from ..data.checksum import tensor_checksum
+from ..data.dataset import tensor_checksum
 from ..ensemble import Ensemble
 from ..telling import first_line
 from .config import Recipe

@@ -6,14 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cmcl.data import Dataset, load, preprocess, split_validation, steps
-from cmcl.data import transform as transform_module
-from cmcl.data.preprocess import GCN, ZCA, Chain, MeanStd, Normalize
+from cmcl.data import Dataset, load, split_validation, transforms
+from cmcl.data.transforms import GCN, ZCA, Compose, MeanStd, Normalize
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}  # as torchvision tells them
 ALL = [
-    *(GCN(), GCN(scale=2, by="deviation"), ZCA(bias=0.5), MeanStd(), Chain([GCN(), ZCA()])),
-    *(Normalize(**IMAGENET), Chain([Normalize(**IMAGENET), ZCA()])),
+    *(GCN(), GCN(scale=2, by="deviation"), ZCA(bias=0.5), MeanStd(), Compose([GCN(), ZCA()])),
+    *(Normalize(**IMAGENET), Compose([Normalize(**IMAGENET), ZCA()])),
 ]
 IDS = ["gcn", "gcn-deviation", "zca", "mean_std", "chain", "normalize", "chain of constants"]
 
@@ -24,7 +23,7 @@ def images(n=40, shape=(3, 4, 4), seed=0):
 
 
 def fresh(transform):
-    return preprocess.build(transform.parameters())
+    return transforms.build(transform.parameters())
 
 
 def test_gcn_by_hand():
@@ -78,12 +77,12 @@ def test_known_constants_need_no_data_and_are_not_learned_over():
     x, known = images(), Normalize(**IMAGENET)
     assert known.is_fitted
     assert known.fit(x).transform(x).equal(Normalize(**IMAGENET).transform(x))
-    chain = Chain([Normalize(**IMAGENET), ZCA()]).fit(x)
+    chain = Compose([Normalize(**IMAGENET), ZCA()]).fit(x)
     assert chain.steps[0].transform(x).equal(known.transform(x))
     as_tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in IMAGENET.items()}
     assert known.checksum == Normalize(**as_tensors).checksum
     assert known.checksum != Normalize(IMAGENET["mean"], [0.5, 0.5, 0.5]).checksum
-    assert preprocess.refit(json.loads(json.dumps(known.state()[0]))).transform(x).equal(known.transform(x))
+    assert transforms.refit(json.loads(json.dumps(known.state()[0]))).transform(x).equal(known.transform(x))
 
 
 def test_zca_by_hand():
@@ -117,7 +116,7 @@ def test_zca_is_the_one_symmetric_root():
 def test_chunks_make_no_difference(transform, monkeypatch):
     x = images()
     whole = fresh(transform).fit(x).transform(x)
-    monkeypatch.setattr(transform_module, "_CHUNK_BYTES", 8 * 48 * 7)  # seven images at a time
+    monkeypatch.setattr(transforms, "_CHUNK_BYTES", 8 * 48 * 7)  # seven images at a time
     assert torch.allclose(fresh(transform).fit(x).transform(x), whole, atol=1e-5)
 
 
@@ -125,7 +124,7 @@ def test_chunks_make_no_difference(transform, monkeypatch):
 def test_the_covariance_is_the_same_in_blocks_of_any_size(block, monkeypatch):
     x = images()
     whole = ZCA().fit(x).transform(x)
-    monkeypatch.setattr(steps, "_BLOCK", block)
+    monkeypatch.setattr(transforms, "_BLOCK", block)
     assert torch.allclose(ZCA().fit(x).transform(x), whole, atol=1e-5)
 
 
@@ -139,7 +138,7 @@ def test_uint8_and_float_images_give_the_same_float32(transform):
 
 
 @pytest.mark.parametrize(
-    "transform", [ZCA(bias=0.1), MeanStd(), Normalize(**IMAGENET), Chain([MeanStd(), ZCA()])]
+    "transform", [ZCA(bias=0.1), MeanStd(), Normalize(**IMAGENET), Compose([MeanStd(), ZCA()])]
 )
 def test_inverse_brings_the_images_back(transform):
     x = images(100)
@@ -148,16 +147,16 @@ def test_inverse_brings_the_images_back(transform):
 
 
 def test_gcn_has_no_inverse_and_says_what_to_do():
-    chain = Chain([GCN(), ZCA()]).fit(images())
+    chain = Compose([GCN(), ZCA()]).fit(images())
     y = chain.transform(images())
-    with pytest.raises(ValueError, match=r"chain.steps\[-1\].inverse"):
+    with pytest.raises(ValueError, match=r"compose.steps\[-1\].inverse"):
         chain.inverse(y)
     assert torch.allclose(chain.steps[-1].inverse(y), GCN().transform(images()), atol=1e-3)
 
 
 def test_a_chain_fits_each_step_to_what_the_earlier_ones_give():
     x = images()
-    chain = Chain([GCN(), ZCA()]).fit(x)
+    chain = Compose([GCN(), ZCA()]).fit(x)
     gcn = GCN().transform(x)
     assert torch.allclose(chain.transform(x), ZCA().fit(gcn).transform(gcn), atol=1e-5)
     assert [step.source for step in chain.steps] == [None, chain.source]
@@ -168,7 +167,7 @@ def test_saving_and_loading(tmp_path, transform):
     x = images()
     fitted = fresh(transform).fit(x)
     fitted.save(tmp_path / "t.safetensors")
-    loaded = preprocess.load(tmp_path / "t.safetensors")
+    loaded = transforms.load(tmp_path / "t.safetensors")
     assert type(loaded) is type(fitted)
     assert loaded.checksum == fitted.checksum
     assert loaded.nbytes == fitted.nbytes
@@ -180,7 +179,7 @@ def test_saving_and_loading(tmp_path, transform):
 def test_state_is_json_and_tensors(transform):
     x = images()
     config, tensors = fresh(transform).fit(x).state()
-    again = preprocess.from_state(json.loads(json.dumps(config)), tensors)
+    again = transforms.from_state(json.loads(json.dumps(config)), tensors)
     assert again.checksum == config["checksum"]
     assert torch.equal(again.transform(x), fresh(transform).fit(x).transform(x))
 
@@ -200,12 +199,12 @@ def test_damaged_files_are_refused(tmp_path):
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match="must agree with its checksums"):
-        preprocess.load(path)
+        transforms.load(path)
     path.write_bytes(content[:50])
     with pytest.raises(ValueError, match="must be a saved transform"):
-        preprocess.load(path)
+        transforms.load(path)
     with pytest.raises(FileNotFoundError, match="must exist"):
-        preprocess.load(tmp_path / "none")
+        transforms.load(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +224,7 @@ def test_damaged_files_are_refused(tmp_path):
 def test_a_damaged_config_is_refused(damage):
     config, tensors = ZCA().fit(images()).state()
     with pytest.raises(ValueError, match="saved transform must agree|kind must be|must be fitted"):
-        preprocess.from_state(config | damage, tensors)
+        transforms.from_state(config | damage, tensors)
 
 
 @pytest.mark.parametrize("key", ["kind", "bias", "source", "checksum", "digest"])
@@ -233,7 +232,7 @@ def test_a_config_that_lacks_something_is_refused(key):
     config, tensors = ZCA().fit(images()).state()
     del config[key]
     with pytest.raises(ValueError, match="saved transform must agree|kind must be"):
-        preprocess.from_state(config, tensors)
+        transforms.from_state(config, tensors)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
@@ -245,7 +244,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
         target.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(transform_module, "save_file", full)
+    monkeypatch.setattr(transforms, "save_file", full)
     with pytest.raises(OSError, match="No space"):
         ZCA().fit(images()).save(path)
     assert path.read_bytes() == before
@@ -254,66 +253,66 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_refit_from_the_config_alone():
     train, _ = split_validation(load("digits"), 0.2, seed=5)
-    fitted = Chain([GCN(), ZCA()]).fit(train)
+    fitted = Compose([GCN(), ZCA()]).fit(train)
     config = json.loads(json.dumps(fitted.state()[0]))
-    again = preprocess.refit(config)
+    again = transforms.refit(config)
     assert again.checksum == fitted.checksum
     assert torch.allclose(again.transform(train.images), fitted.transform(train.images), atol=1e-4)
-    assert preprocess.refit(GCN(scale=3).state()[0]).scale == 3
+    assert transforms.refit(GCN(scale=3).state()[0]).scale == 3
 
 
 def test_refit_finds_the_fit_in_the_cache(monkeypatch):
     config = MeanStd().fit(load("digits")).state()[0]
-    preprocess.refit(config)
+    transforms.refit(config)
     monkeypatch.setattr(MeanStd, "_fit", lambda *_: pytest.fail("fitted although it is in the cache"))
-    assert preprocess.refit(config).checksum == config["checksum"]
+    assert transforms.refit(config).checksum == config["checksum"]
 
 
 def test_other_data_are_refused_before_the_fit(monkeypatch):
     config = MeanStd().fit(load("digits")).state()[0]
     monkeypatch.setattr(MeanStd, "_fit", lambda *_: pytest.fail("fitted to the wrong data"))
     with pytest.raises(ValueError, match="those of the first fit"):
-        preprocess.refit(config | {"checksum": "0" * 64})
+        transforms.refit(config | {"checksum": "0" * 64})
 
 
 def test_rounding_around_zero_is_no_disagreement():
-    config = Chain([MeanStd(), MeanStd()]).fit(load("digits")).state()[0]
+    config = Compose([MeanStd(), MeanStd()]).fit(load("digits")).state()[0]
     assert config["norms"]["1.mean"] < 1e-6
     config["norms"]["1.mean"] += 1e-9
-    preprocess.refit(config)
+    transforms.refit(config)
 
 
 def test_a_recipe_is_json_from_the_start():
     fitted = MeanStd().fit(load("shapes", groups=1, per_group=5, size=(16, 24)))
     assert fitted.source["recipe"]["options"]["size"] == [16, 24]
-    assert preprocess.refit(json.loads(json.dumps(fitted.state()[0]))).checksum == fitted.checksum
-    with pytest.raises(TypeError, match="numbers, texts and lists of them. Got something else"):
+    assert transforms.refit(json.loads(json.dumps(fitted.state()[0]))).checksum == fitted.checksum
+    with pytest.raises(TypeError, match="numbers, strings and lists of them. Got something else"):
         load("shapes", size=torch.tensor(16))
 
 
 def test_refit_refuses_other_data_and_other_numbers(tmp_path, cifar):
     fitted = MeanStd().fit(load("cifar10", root=cifar.write(tmp_path)))
     config = fitted.state()[0]
-    assert preprocess.refit(config, tmp_path).checksum == fitted.checksum
+    assert transforms.refit(config, tmp_path).checksum == fitted.checksum
     cifar.data["data_batch_1"][0, 0] ^= 1
     with pytest.raises(ValueError, match=r"those of the first fit \(cifar10"):
-        preprocess.refit(config, cifar.write(tmp_path / "other"))
+        transforms.refit(config, cifar.write(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"mean of the refitted transform must have norm 1000. Got"):
-        preprocess.refit(config | {"norms": {"mean": 1000.0}}, tmp_path)
+        transforms.refit(config | {"norms": {"mean": 1000.0}}, tmp_path)
     with pytest.raises(ValueError, match="Got one fitted on arrays"):
-        preprocess.refit(MeanStd().fit(images()).state()[0])
+        transforms.refit(MeanStd().fit(images()).state()[0])
 
 
 def test_presets_and_unknown_kinds():
-    assert preprocess.PRESETS["gcn_zca"]().parameters()["steps"][0] == {
+    assert transforms.PRESETS["gcn_zca"]().parameters()["steps"][0] == {
         "kind": "gcn",
         "scale": 55.0,
         "by": "norm",
     }
-    contrast = preprocess.PRESETS["gcn"]().fit(images()).transform(images())
+    contrast = transforms.PRESETS["gcn"]().fit(images()).transform(images())
     torch.testing.assert_close(contrast.flatten(1).norm(dim=1), torch.full((len(contrast),), 55.0))
     with pytest.raises(ValueError, match="Got 'zcaa'. Did you mean 'zca'"):
-        preprocess.build({"kind": "zcaa"})
+        transforms.build({"kind": "zcaa"})
 
 
 @pytest.mark.parametrize(
@@ -333,8 +332,8 @@ def test_presets_and_unknown_kinds():
         (lambda: Normalize([0.5], [0]), ValueError, r"std must be 1 positive numbers, .* Got \[0.0\]"),
         (lambda: Normalize([0, 0, 0], [1]), ValueError, r"std must be 3 positive numbers, .* Got \[1.0\]"),
         (lambda: Normalize([0], [1]).transform(images()), ValueError, "1 channels.* Got 3"),
-        (lambda: Chain([]), ValueError, "at least one transform"),
-        (lambda: Chain([zca := ZCA(), GCN(), zca]), ValueError, "different objects. Got one of them twice"),
+        (lambda: Compose([]), ValueError, "at least one transform"),
+        (lambda: Compose([zca := ZCA(), GCN(), zca]), ValueError, "different objects. Got one of them twice"),
         (lambda: MeanStd().fit(torch.full((2, 1, 2, 2), math.nan)), ValueError, "finite"),
         (lambda: MeanStd().fit(torch.full((2, 1, 2, 2), math.inf)), ValueError, "finite"),
         (lambda: GCN().transform(torch.zeros(3, 4)), ValueError, r"Got \(3, 4\)"),

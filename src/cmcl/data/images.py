@@ -1,4 +1,4 @@
-"""Image and mask files to arrays. Everything broken in a folder is reported at once, by name.
+"""Image and mask files to arrays. One error names all files of a folder that cannot be read.
 
 H x W pixels, C channels.
 """
@@ -15,22 +15,22 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from .._files import open_binary
 from .dataset import IGNORE, Dataset
-from .files import open_binary
+from .registry import FOREGROUND
 
 Pixels = NDArray[np.uint8]
 Size = tuple[int, int]  # (H, W)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-FOREGROUND = ("background", "foreground")
 # Pillow hands EPS to another program, and of the rest it reads no more than the head
 _NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 _ORIENTATION = 0x0112  # how a camera wants its photo turned; from 5 on, width and height change places
 
 
 @dataclass(frozen=True)
-class Picture:
+class Example:
     """One image file, its mask if there is one, and its class or group."""
 
     image: Path
@@ -51,12 +51,12 @@ def _formats() -> list[str]:
     return [name for name in Image.OPEN if name not in _NOT_READ]
 
 
-def masked_pictures(images: Path, masks: Path, label: str) -> list[Picture]:
+def masked_examples(images: Path, masks: Path, label: str) -> list[Example]:
     """The images of a folder with the masks of the same names in another."""
     found = _by_stem(masks) if masks.is_dir() else {}
     # where there is none, an error will ask for a .png
     return [
-        Picture(image, label, found.get(stem, masks / f"{stem}.png"))
+        Example(image, label, found.get(stem, masks / f"{stem}.png"))
         for stem, image in _by_stem(images).items()
     ]
 
@@ -83,8 +83,8 @@ def parse_size(size: Any) -> Size:
     return pair[0], pair[1]
 
 
-def read_classes(
-    pictures: Sequence[Picture],
+def read_classification(
+    examples: Sequence[Example],
     size: Size | None,
     classes: Sequence[str],
     *,
@@ -92,15 +92,15 @@ def read_classes(
     split: str,
     source: str,
 ) -> Dataset:
-    """A set for classification: the pictures' labels are their classes."""
-    images = collect(lambda picture: read_image(picture.image, size, mode), pictures)
+    """A set for classification: the examples' labels are their classes."""
+    images = collect(lambda example: read_image(example.image, size, mode), examples)
     number = {name: i for i, name in enumerate(classes)}
-    targets = torch.tensor([number[picture.label] for picture in pictures])
+    targets = torch.tensor([number[example.label] for example in examples])
     return Dataset(_stack(images), targets, tuple(classes), split, source)
 
 
 def read_segmentation(
-    pictures: Sequence[Picture],
+    examples: Sequence[Example],
     size: Size | None,
     classes: Sequence[str] | None = None,
     *,
@@ -110,17 +110,17 @@ def read_segmentation(
 ) -> Dataset:
     """A set for segmentation, of foreground unless `classes` are named; labels are groups."""
 
-    def read(picture: Picture) -> tuple[Pixels, Pixels]:
-        assert picture.mask is not None
-        image_size(picture)  # before resizing hides a mask that does not fit
-        mask = read_mask(picture.mask, size, classes=len(classes) if classes else None)
-        return read_image(picture.image, size, mode), mask
+    def read(example: Example) -> tuple[Pixels, Pixels]:
+        assert example.mask is not None
+        image_size(example)  # before resizing hides a mask that does not fit
+        mask = read_mask(example.mask, size, classes=len(classes) if classes else None)
+        return read_image(example.image, size, mode), mask
 
-    pairs = collect(read, pictures)
+    pairs = collect(read, examples)
     images, masks = _stack([image for image, _ in pairs]), _stack([mask for _, mask in pairs])
     if classes and len(classes) == 2 and not (masks == 1).any():
         masks[masks == IGNORE] = 1  # drawn in black and white: then white is the second class
-    groups = tuple(picture.label for picture in pictures)
+    groups = tuple(example.label for example in examples)
     return Dataset(images, masks, tuple(classes or FOREGROUND), split, source, groups)
 
 
@@ -155,17 +155,17 @@ def _outcome(read: Callable[[Item], Result], item: Item) -> Result | Exception:
         return error
 
 
-def image_size(picture: Picture) -> Size:
+def image_size(example: Example) -> Size:
     """Size of the image as shown; its mask must have the same. Reads no pixels."""
-    with _opened(picture.image) as image:
+    with _opened(example.image) as image:
         size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) < 5 else image.size
-    if picture.mask is None:
+    if example.mask is None:
         return size
-    with _opened(picture.mask) as mask:
+    with _opened(example.mask) as mask:
         mask_size = mask.size[::-1]
     if mask_size != size:
         got = f"Got {mask_size} and {size}"
-        raise ValueError(f"{picture.mask} must have the size of its image. {got}. Correct the mask.")
+        raise ValueError(f"{example.mask} must have the size of its image. {got}. Correct the mask.")
     return size
 
 
@@ -217,7 +217,7 @@ def _mask_values(mask: Image.Image, path: Path, *, by_colour: bool) -> NDArray[A
 
 
 def _not_black(mask: Image.Image, path: Path) -> NDArray[np.bool_] | None:
-    """(H,W), true where a picture of black and one other colour is not black; None if it is no such picture.
+    """(H,W), true where a example of black and one other colour is not black; None if it is no such example.
 
     The numbers of a palette mean nothing here: programs number two colours as they come.
     """
@@ -230,7 +230,7 @@ def _not_black(mask: Image.Image, path: Path) -> NDArray[np.bool_] | None:
         message = f"{path} must hold black and one other colour. Got {others[0]} and {others[1]}."
         raise ValueError(f"{message} Draw the background black.")
     is_grey = all(len(set(colour[:3])) == 1 for colour in others)
-    if is_grey and mask.mode != "P":  # then it holds numbers, as a grey picture does
+    if is_grey and mask.mode != "P":  # then it holds numbers, as a grey example does
         return None
     return np.asarray(np.array(colours)[..., :3].any(-1))
 
@@ -242,13 +242,13 @@ def _check_values(values: NDArray[Any], path: Path, classes: int | None) -> None
     wrong = sorted(set(np.unique(values).tolist()) - allowed)
     if wrong:
         expected = "0 and 1, or 0 and 255" if last is None else f"class numbers 0 to {last}"
-        cure = "Name all classes with classes=[...] if these are class numbers"
-        raise ValueError(f"{path} must hold {expected}. Got {wrong[0]}. {cure}.")
+        hint = "Name all classes with classes=[...] if these are class numbers"
+        raise ValueError(f"{path} must hold {expected}. Got {wrong[0]}. {hint}.")
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    with open_binary(path, cure="Put it there, or remove its partner.") as file:
+    with open_binary(path, hint="Put it there, or remove its partner.") as file:
         if not path.stat().st_size:
             raise ValueError(f"{path} is empty")
         try:

@@ -1,0 +1,593 @@
+"""Transforms of images: fitted to a training set, applied, saved, and cached on disk.
+
+whiten = Compose([GCN(), ZCA()]).fit(train)     # the paper's CIFAR-10
+x = whiten.transform(test.images)
+whiten.save("whiten.safetensors"); whiten = load("whiten.safetensors")
+
+All arithmetic is float64, chunk by chunk, and results are float32: accurate to rounding on every device,
+independent of autocast and TF32, and never more than a few chunks in memory beside the data.
+
+B images of a chunk, C channels, H x W pixels, D = C*H*W values of an image.
+"""
+
+import copy
+import hashlib
+import json
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .._files import open_binary, parse_json, replacing
+from .dataset import Dataset, load_recipe, tensor_checksum
+from .registry import cache_root, nearest
+
+Chunks = Callable[[], Iterator[Tensor]]  # a new pass over the data: (B,C,H,W) float64
+T = TypeVar("T")
+
+_CHUNK_BYTES = 1 << 26
+_BLOCK = 512  # columns of the covariance computed together
+_MAX_DIMENSIONS = 1 << 14  # a ZCA matrix of that side already takes 2 GiB in float64
+
+
+class Transform(ABC):
+    """A step that is fitted to images, applied to images, and saved. Subclasses are dataclasses."""
+
+    kind: ClassVar[str]  # its name in saved files
+    learns: ClassVar[bool] = True  # False for a step that has nothing to fit
+
+    def __post_init__(self) -> None:
+        self.source: dict[str, Any] | None = None  # what it was fitted on: checksum and recipe
+        self._tensors: dict[str, Tensor] = {}
+        self._work: dict[tuple[str, torch.device], Tensor] = {}  # float64 copies, made when first used
+
+    @abstractmethod
+    def _fit(self, chunks: Chunks) -> None: ...
+
+    @abstractmethod
+    def _apply(self, x: Tensor) -> Tensor: ...  # (B,C,H,W) float64 -> the same
+
+    @abstractmethod
+    def _invert(self, x: Tensor) -> Tensor: ...
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether this transform learns anything from data."""
+        return self.learns
+
+    def fit(self, data: Dataset | Tensor) -> Self:
+        """Learn from images (N,C,H,W) and return self. A `Dataset` is recorded by checksum and recipe."""
+        images = data.images if isinstance(data, Dataset) else data
+        _check(images)
+        if not len(images):
+            raise ValueError("fit needs at least one image. Got none.")
+        if self.needs_fit:
+            self.source = _describe(data)
+            self._fit(lambda: _chunks(images))
+        return self
+
+    def transform(self, images: Tensor) -> Tensor:
+        """uint8 or floating-point images to float32, on the device of the images."""
+        return self._stream(images, self._apply)
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Back to the scale of the images, as float32."""
+        return self._stream(values, self._invert)
+
+    def _stream(self, images: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
+        _check(images)
+        self._check_fitted()
+        out = torch.empty_like(images, dtype=torch.float32, memory_format=torch.contiguous_format)
+        start = 0
+        with torch.no_grad():
+            for chunk in _chunks(images):
+                out[start : start + len(chunk)] = step(chunk)
+                start += len(chunk)
+        return out
+
+    def float32_function(self) -> Callable[[Tensor], Tensor]:
+        """The same formulas on float32 CPU tensors, for exported graphs, where float64 is slow or absent."""
+        self._check_fitted()
+        single = copy.deepcopy(self)
+        single._use_float32()
+        return single._apply
+
+    def _use_float32(self) -> None:
+        self._work = {(name, torch.device("cpu")): value.float() for name, value in self._tensors.items()}
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether it has learned all that it needs."""
+        return not self.needs_fit or self.source is not None
+
+    def _check_fitted(self) -> None:
+        if not self.is_fitted:
+            raise ValueError(f"{self.kind} must be fitted first. Call .fit(train) or load a saved transform.")
+
+    def _learned(self, name: str, device: torch.device) -> Tensor:
+        if (name, device) not in self._work:
+            self._work[name, device] = self._tensors[name].to(device, torch.float64)
+        return self._work[name, device]
+
+    def parameters(self) -> dict[str, Any]:
+        """Kind and parameters as JSON values: all that is needed to fit it again."""
+        return {"kind": self.kind, **{f.name: getattr(self, f.name) for f in fields(self)}}  # type: ignore[arg-type]
+
+    def checksum_for(self, source_checksum: str) -> str:
+        """The `checksum` this transform has, or would have, when fitted on data of that checksum."""
+        return _json_checksum([self.parameters(), source_checksum if self.needs_fit else None])
+
+    @property
+    def checksum(self) -> str:
+        """Identifies the fit: parameters and data. The same fit on another machine has the same checksum."""
+        self._check_fitted()
+        return self.checksum_for(self.source["checksum"] if self.source else "")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the learned tensors."""
+        return sum(tensor.nbytes for tensor in self._get_tensors().values())
+
+    def _get_tensors(self) -> dict[str, Tensor]:
+        return self._tensors
+
+    def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._work.clear()
+
+    def to(self, device: str | torch.device) -> Self:
+        """Move the learned tensors; they are copied to other devices when images are there."""
+        self._set_tensors({name: tensor.to(device) for name, tensor in self._get_tensors().items()})
+        return self
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """(config of JSON values, tensors), for any file; the inverse is `from_state`."""
+        self._check_fitted()
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._get_tensors().items()}
+        config = self.parameters() | {
+            "source": self.source,
+            "checksum": self.checksum,
+            "digest": tensor_checksum(tensors),  # bit by bit: detects a damaged file
+            "norms": _norms(tensors),  # agree between fits on different machines
+        }
+        return config, tensors
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, completely or not at all."""
+        config, tensors = self.state()
+        with replacing(Path(path)) as temporary:
+            save_file(tensors, temporary, metadata={"cmcl_transform": json.dumps(config)})
+
+
+@dataclass(eq=False)
+class GCN(Transform):
+    """Global contrast normalisation: subtract each image's mean, then scale its contrast.
+
+    Args:
+        scale: the contrast that every image gets.
+        by: "norm" scales the L2 norm to `scale`, as pylearn2 did for the paper's CIFAR-10 (no bias added);
+            "deviation" scales the standard deviation.
+
+    A constant image becomes zero. There is no inverse: mean and contrast of each image are lost.
+    """
+
+    kind = "gcn"
+    learns = False
+    scale: float = 55.0
+    by: str = "norm"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.by not in {"norm", "deviation"}:
+            raise ValueError(f"by must be 'norm' or 'deviation'. Got {self.by!r}.")
+        if not self.scale > 0:
+            raise ValueError(f"scale must be positive. Got {self.scale}.")
+
+    def _fit(self, chunks: Chunks) -> None:
+        """Nothing to learn: every image is normalised by itself."""
+
+    def _apply(self, x: Tensor) -> Tensor:
+        x = x - x.mean((1, 2, 3), keepdim=True)
+        contrast = x.square().sum((1, 2, 3), keepdim=True).sqrt()  # (B,1,1,1)
+        if self.by == "deviation":
+            contrast = contrast / math.sqrt(x.shape[1:].numel())
+        # below pylearn2's limit of 1e-8 there is no contrast to scale, only rounding
+        return x * torch.where(contrast < 1e-8 * self.scale, 1.0, self.scale / contrast)
+
+    def _invert(self, x: Tensor) -> Tensor:
+        raise ValueError(
+            "inverse must be called on transforms that have one. Got gcn, which loses each image's mean and "
+            "contrast. Invert the later steps alone: compose.steps[-1].inverse(values)."
+        )
+
+
+@dataclass(eq=False)
+class ZCA(Transform):
+    """ZCA whitening: directions of covariance eigenvalue e get the variance e / (e + bias).
+
+    Args:
+        bias: added to the eigenvalues, so that directions of noise are not amplified.
+
+    The inverse is exact up to rounding.
+    """
+
+    kind = "zca"
+    bias: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.bias > 0:
+            raise ValueError(f"bias must be positive. Got {self.bias}.")
+
+    def _fit(self, chunks: Chunks) -> None:
+        mean, covariance = _moments(chunks)
+        eigenvalues, vectors = torch.linalg.eigh(covariance, UPLO="L")
+        # rounding can leave eigenvalues of -1e-16
+        matrix = (vectors * (eigenvalues.clamp_min(0) + self.bias).rsqrt()) @ vectors.T  # (D,D)
+        self._set_tensors({"mean": mean.float(), "matrix": matrix.float()})
+
+    def _apply(self, x: Tensor) -> Tensor:
+        self._check_size(x)
+        centred = x.flatten(1) - self._learned("mean", x.device)
+        return (centred @ self._learned("matrix", x.device)).view_as(x)
+
+    def _invert(self, x: Tensor) -> Tensor:
+        self._check_size(x)
+        if ("inverse", x.device) not in self._work:
+            self._work["inverse", x.device] = torch.linalg.inv(self._learned("matrix", x.device))
+        restored = x.flatten(1) @ self._learned("inverse", x.device) + self._learned("mean", x.device)
+        return restored.view_as(x)
+
+    def _check_size(self, x: Tensor) -> None:
+        fitted, got = self._tensors["mean"].numel(), x.shape[1:].numel()
+        if fitted != got:
+            shape = tuple(x.shape[1:])
+            raise ValueError(f"images must have {fitted} values each, as at the fit. Got {got} {shape}.")
+
+
+def _moments(chunks: Chunks) -> tuple[Tensor, Tensor]:
+    """Mean (D,) and the lower triangle of the covariance (D,D), in one pass.
+
+    float64 makes the textbook formula safe.
+    """
+    first = next(chunks())
+    d = first[0].numel()
+    if d > _MAX_DIMENSIONS:
+        raise ValueError(
+            f"images for zca must have at most {_MAX_DIMENSIONS} values each. Got {d}. "
+            "Use smaller images, or mean_std."
+        )
+    n, total, squares = 0, first.new_zeros(d), first.new_zeros(d, d)
+    for chunk in chunks():
+        x = chunk.flatten(1)
+        n += len(x)
+        total += x.sum(0)
+        for start in range(0, d, _BLOCK):  # from the diagonal down: little more than half the work
+            block = slice(start, start + _BLOCK)
+            squares[start:, block].addmm_(x[:, start:].T, x[:, block])
+    _check_finite(squares)
+    mean = total / n
+    return mean, squares.div_(n).addr_(mean, mean, alpha=-1)
+
+
+def _check_finite(sums: Tensor) -> None:
+    """A value that is not finite, in any image, shows in the sums over all of them."""
+    if not sums.isfinite().all():
+        raise ValueError("images must be finite. Got NaN or infinity. Clean them before the fit.")
+
+
+@dataclass(eq=False)
+class MeanStd(Transform):
+    """Per channel: subtract the mean, divide by the standard deviation. The inverse is exact to rounding."""
+
+    kind = "mean_std"
+
+    def _fit(self, chunks: Chunks) -> None:
+        n, total, squares = 0, torch.zeros(()), torch.zeros(())
+        for x in chunks():
+            n += x.numel() // x.shape[1]
+            total = total.to(x) + x.sum((0, 2, 3))
+            squares = squares.to(x) + x.square().sum((0, 2, 3))
+        _check_finite(squares)
+        mean = total / n  # (C,)
+        variance = (squares / n - mean.square()).clamp_min(0)
+        std = torch.where(variance > 0, variance.sqrt(), 1.0)  # a constant channel only loses its mean
+        self._set_tensors({"mean": mean.view(-1, 1, 1), "std": std.view(-1, 1, 1)})
+
+    def _apply(self, x: Tensor) -> Tensor:
+        self._check_channels(x)
+        return (x - self._learned("mean", x.device)) / self._learned("std", x.device)
+
+    def _invert(self, x: Tensor) -> Tensor:
+        self._check_channels(x)
+        return x * self._learned("std", x.device) + self._learned("mean", x.device)
+
+    def _check_channels(self, x: Tensor) -> None:
+        fitted = len(self._tensors["mean"])
+        if x.shape[1] != fitted:
+            raise ValueError(f"images must have {fitted} channels, one for each mean. Got {x.shape[1]}.")
+
+
+@dataclass(eq=False)
+class Normalize(MeanStd):
+    """Per channel, a known mean and standard deviation: those of a pretrained network.
+
+    Args:
+        mean: one number for each channel, for images of 0 to 1, as torchvision and timm give them.
+        std: the same for the standard deviation.
+
+    The images themselves are of 0 to 255, as everywhere here: x becomes (x / 255 - mean) / std. Mean 0 and
+    standard deviation 1 give x / 255. The inverse is exact up to rounding.
+    """
+
+    kind = "normalize"
+    learns = False
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mean, self.std = _constants("mean", self.mean), _constants("std", self.std)
+        if len(self.std) != len(self.mean) or not all(self.std):
+            raise ValueError(f"std must be {len(self.mean)} positive numbers, like mean. Got {self.std}.")
+        mean, std = (torch.tensor(own, dtype=torch.float64).view(-1, 1, 1) for own in (self.mean, self.std))
+        self._set_tensors({"mean": 255 * mean, "std": 255 * std})
+
+    def _fit(self, chunks: Chunks) -> None:
+        """Nothing to learn: the numbers are known."""
+
+
+def _constants(name: str, given: Sequence[float]) -> list[float]:
+    """One number per channel. Numbers for images of 0 to 255 would silently make all images alike."""
+    try:
+        numbers = [float(number) for number in given]
+    except TypeError:
+        raise TypeError(f"{name} must be a list of numbers, one for each channel. Got {given!r}.") from None
+    if not numbers or not all(0 <= number <= 1 for number in numbers):
+        raise ValueError(
+            f"{name} must be numbers from 0 to 1, one for each channel: those for images of 0 to 1. "
+            f"Got {numbers}. Divide those for images of 0 to 255 by 255."
+        )
+    return numbers
+
+
+@dataclass(eq=False)
+class Compose(Transform):
+    """Several transforms in sequence; each is fitted to the output of the earlier ones."""
+
+    kind = "chain"  # the name in saved files, older than the name of the class
+    steps: Sequence[Transform]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.steps:
+            raise ValueError("steps must hold at least one transform. Got none.")
+        if len({id(step) for step in self.steps}) < len(self.steps):  # the second fit would replace the first
+            message = "steps must be different objects. Got one of them twice."
+            raise ValueError(f"{message} Make a second one, such as Compose([MeanStd(), MeanStd()]).")
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether any step learns from data."""
+        return any(step.needs_fit for step in self.steps)
+
+    def parameters(self) -> dict[str, Any]:
+        """Kind and parameters of every step as JSON values."""
+        return {"kind": self.kind, "steps": [step.parameters() for step in self.steps]}
+
+    def _fit(self, chunks: Chunks) -> None:
+        for i, step in enumerate(self.steps):
+            earlier = self.steps[:i]
+            step.source = self.source if step.needs_fit else None
+            step._fit(lambda earlier=earlier: (_in_turn(earlier, x) for x in chunks()))  # type: ignore[misc]
+
+    def _apply(self, x: Tensor) -> Tensor:
+        return _in_turn(self.steps, x)
+
+    def _invert(self, x: Tensor) -> Tensor:
+        for step in reversed(self.steps):
+            x = step._invert(x)
+        return x
+
+    def _use_float32(self) -> None:
+        for step in self.steps:
+            step._use_float32()
+
+    def _get_tensors(self) -> dict[str, Tensor]:
+        return {f"{i}.{k}": v for i, step in enumerate(self.steps) for k, v in step._get_tensors().items()}
+
+    def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        for i, step in enumerate(self.steps):
+            step.source = self.source if step.needs_fit else None
+            own = {k.removeprefix(f"{i}."): v for k, v in tensors.items() if k.startswith(f"{i}.")}
+            step._set_tensors(own)
+
+
+def _in_turn(steps: Sequence[Transform], x: Tensor) -> Tensor:
+    for step in steps:
+        x = step._apply(x)
+    return x
+
+
+KINDS: dict[str, type[Transform]] = {kind.kind: kind for kind in (GCN, ZCA, MeanStd, Normalize, Compose)}
+PRESETS: dict[str, Callable[[], Transform]] = {
+    "mean_std": MeanStd,
+    "gcn": GCN,
+    "gcn_zca": lambda: Compose([GCN(), ZCA()]),  # the paper's CIFAR-10
+}
+
+
+def build(config: Mapping[str, Any]) -> Transform:
+    """The unfitted transform that a config (or `parameters()`) describes."""
+    kind = config.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"kind must be a known transform. Got {kind!r}. {nearest(str(kind), list(KINDS))}")
+    if kind == Compose.kind:
+        return Compose([build(step) for step in config["steps"]])
+    cls = KINDS[kind]
+    return cls(**{name: config[name] for name in getattr(cls, "__dataclass_fields__", ())})
+
+
+def from_state(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Transform:
+    """The fitted transform that `state()` took apart. Damage to either part raises `ValueError`."""
+    problem = ""
+    try:
+        transform = build(config)
+        transform.source = config["source"]
+        transform._set_tensors(tensors)
+        if tensor_checksum(tensors) == config["digest"] and transform.checksum == config["checksum"]:
+            return transform
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:  # a config that is not one
+        problem = f" ({type(error).__name__}: {error})"
+    raise ValueError(
+        "parameters and tensors of a saved transform must agree with its checksums. Got others: the file is "
+        f"damaged{problem}. Save it again, or fit again."
+    )
+
+
+def load(path: str | Path) -> Transform:
+    """Read what `Transform.save` wrote."""
+    place = Path(path)
+    open_binary(place, hint="Write it with transform.save(path).").close()
+    try:
+        with safe_open(place, framework="pt") as file:
+            config = parse_json((file.metadata() or {})["cmcl_transform"], place)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, KeyError, ValueError) as error:
+        message = f"{place} must be a saved transform. Got a damaged or other file ({error})."
+        raise ValueError(f"{message} Save it again.") from None
+    return from_state(config, tensors)
+
+
+def refit(config: Mapping[str, Any], root: str | Path | None = None) -> Transform:
+    """Fit again from a saved config alone, on the same data found under `root`.
+
+    The data must have the same checksum, and the learned tensors must agree to rounding. The fit is cached.
+    """
+    transform, source = build(config), config.get("source")
+    if source is None:
+        return transform  # nothing was learned
+    if source["recipe"] is None:
+        raise ValueError(
+            "a transform can be refitted when it was fitted on a loaded dataset. Got one fitted on arrays. "
+            "Keep its saved file and use transforms.load(path)."
+        )
+    data = load_recipe(source["recipe"], root)
+    if transform.checksum_for(data.checksum) != config["checksum"]:
+        raise ValueError(
+            f"the data under root must be those of the first fit ({source['recipe']['name']}, sha256 "
+            f"{source['checksum'][:12]}...). Got others. Point root at the same data."
+        )
+    transform = fit_cached(transform, data)
+    found = _norms(transform._get_tensors())
+    for name, expected in config["norms"].items():
+        if not math.isclose(found.get(name, math.nan), expected, rel_tol=1e-4, abs_tol=1e-6):
+            raise ValueError(
+                f"{name} of the refitted transform must have norm {expected:.6g}. Got {found.get(name)}. "
+                "The numerical libraries disagree: use the saved transform instead."
+            )
+    return transform
+
+
+def fit_cached(transform: Transform, train: Dataset, folder: str | Path | None = None) -> Transform:
+    """`transform.fit(train)`, read from the cache if the same fit is there."""
+    if not transform.needs_fit:
+        return transform.fit(train)
+    expected = transform.checksum_for(train.checksum)
+
+    def read(path: Path) -> Transform:
+        found = load(path)
+        if found.checksum != expected:
+            raise ValueError(f"{path} must hold the fit of checksum {expected}. Got {found.checksum}.")
+        transform.source = _describe(train)
+        transform._set_tensors(found._get_tensors())
+        return transform
+
+    path = _cache_path(folder, "transforms", expected)
+    return _cached(path, read, lambda: transform.fit(train), lambda fit: fit.save(path))
+
+
+def transform_cached(transform: Transform, dataset: Dataset, folder: str | Path | None = None) -> Dataset:
+    """The dataset with transformed images, read from the cache if the same images are there."""
+    path = _cache_path(folder, "images", _json_checksum([transform.checksum, dataset.checksum]))
+    images = _cached(
+        path, _read_images, lambda: transform.transform(dataset.images), lambda x: _write_images(x, path)
+    )
+    return replace(dataset, images=images.to(dataset.images.device), recipe=None)
+
+
+def _cache_path(folder: str | Path | None, kind: str, key: str) -> Path:
+    """Named by the checksums of what went in: a file is never out of date."""
+    return cache_root(folder) / "preprocessed" / kind / f"{key[:32]}.safetensors"
+
+
+def _cached(path: Path, read: Callable[[Path], T], build: Callable[[], T], write: Callable[[T], None]) -> T:
+    try:
+        if path.exists():
+            return read(path)
+    except (ValueError, OSError, SafetensorError):
+        warnings.warn(f"the cached file {path} is damaged or unreadable: computing it again", stacklevel=3)
+    value = build()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(value)
+    except (OSError, SafetensorError) as error:  # a full or read-only disk must not stop the training
+        warnings.warn(f"{path} could not be written ({error}): continuing without a cache", stacklevel=3)
+    return value
+
+
+def _read_images(path: Path) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        images: Tensor = file.get_tensor("images")
+        digest = (file.metadata() or {}).get("digest")
+    if tensor_checksum({"images": images}) != digest:
+        raise ValueError(f"{path} must agree with its checksum.")
+    return images
+
+
+def _write_images(images: Tensor, path: Path) -> None:
+    with replacing(path) as temporary:
+        save_file({"images": images.cpu()}, temporary, {"digest": tensor_checksum({"images": images})})
+
+
+def _json_checksum(value: Any) -> str:
+    """sha256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """One number per tensor, to compare two fits without the tensors."""
+    return {name: float(tensor.double().norm()) for name, tensor in tensors.items()}
+
+
+def _describe(data: Dataset | Tensor) -> dict[str, Any]:
+    if isinstance(data, Dataset):
+        return {"checksum": data.checksum, "recipe": data.recipe and dict(data.recipe)}
+    return {"checksum": tensor_checksum({"images": data}), "recipe": None}
+
+
+def _check(images: Tensor) -> None:
+    if images.ndim != 4:
+        raise ValueError(
+            f"images must have shape (N,C,H,W). Got {tuple(images.shape)}. Add the missing dimension; inputs "
+            "that are not images need an ensemble without a transform."
+        )
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise TypeError(f"images must be uint8 or floating point. Got {images.dtype}.")
+
+
+def _chunks(images: Tensor) -> Iterator[Tensor]:
+    device = images.device
+    if device.type == "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    rows = max(1, _CHUNK_BYTES // (8 * max(1, images.shape[1:].numel())))
+    for chunk in torch.split(images, rows):
+        yield chunk.to(device, torch.float64)
