@@ -93,9 +93,7 @@ class TestData:
 
     def test_bytes_that_are_no_images(self):
         vectors = torch.randint(256, (40, 25), dtype=torch.uint8)
-        with pytest.raises(
-            ValueError, match=r"Got \(40, 25\).* uint8 is taken for raw images: .*float32 .\.float\(\)"
-        ):
+        with pytest.raises(ValueError, match=r"Got \(40, 25\).* not images"):
             fit(apart(), (vectors, data()[1]), recipe=LINEAR, options=QUIET)
         fit(apart(), (vectors.float() / 255, data()[1]), recipe=LINEAR, options=QUIET)
 

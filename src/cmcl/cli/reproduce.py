@@ -193,13 +193,8 @@ def _duration(seconds: float) -> str:
 
 
 def _search(cells: "Sequence[Cell]", how: str | None) -> "dict[str, list[Cell]]":
-<<<<<<< HEAD
     from ..data.registry import nearest
     from ..reproduction.cells import search
-=======
-    from ..data.registry import nearest
-    from ..reproduction.paper import search
->>>>>>> d5ac0b2 (Describe datasets in one registry, transforms in one module; bounded readers for CIFAR-10 and SVHN; plain pooch)
 
     if how is None:
         return {}
