@@ -1,5 +1,6 @@
 """Feature sharing: what is passed on, how often, to whom, and at what cost in memory."""
 
+import re
 from itertools import accumulate
 
 import pytest
@@ -96,6 +97,57 @@ def test_rate_and_independence_of_the_masks(prob, dtype):
     pairs = torch.stack([mask.flatten() for mask in masks.values()]).double()
     correlation = torch.corrcoef(pairs) - torch.eye(len(pairs))
     assert correlation.abs().max() < 0.025, "ordered pairs draw independently"
+
+
+@pytest.mark.parametrize("prob", [1e-5, 3e-5, 1 - 1e-5])
+def test_rare_masks_have_their_rate(prob):
+    """15 bits would round 1e-5 to never: a tiny probability must still share."""
+    h = [torch.full((1_000_000,), float(2**n)) for n in range(4)]
+    shared = share_features(h, prob=prob, generator=torch.Generator().manual_seed(0))
+    count = sum(
+        ((value.long() >> n) & 1).sum().item() for m, value in enumerate(shared) for n in {*range(4)} - {m}
+    )
+    expected, deviation = 12e6 * prob, (12e6 * prob * (1 - prob)) ** 0.5
+    assert abs(count - expected) < 5 * deviation
+
+
+def check_gradients_use_the_drawn_masks(share, device):
+    """Features are powers of two, so that sums tell which masks were drawn; the gradient must be the same ones."""
+    h = [torch.full((40, 1000), float(2**n), device=device, requires_grad=True) for n in range(4)]
+    shared = share(h)
+    weights = [3.0, 10.0, 100.0, 1000.0]  # of member m in the sum: a gradient tells to whom a value went
+    sum(w * value.sum() for w, value in zip(weights, shared, strict=True)).backward()
+    masks = [[((value.long() >> n) & 1) for value in shared] for n in range(4)]  # [n][m]; n = m: one
+    for n in range(4):
+        expected = sum(w * mask for w, mask in zip(weights, masks[n], strict=True))
+        torch.testing.assert_close(h[n].grad, expected)
+        rates = [mask.double().mean().item() for m, mask in enumerate(masks[n]) if m != n]
+        assert all(abs(rate - 0.7) < 5 * (0.21 / 40_000) ** 0.5 for rate in rates)
+
+
+def test_gradients_use_the_drawn_masks():
+    check_gradients_use_the_drawn_masks(share_features, "cpu")
+
+
+@pytest.mark.slow
+def test_compiled_masks_are_drawn_in_the_kernel_that_adds():
+    """One kernel, and one draw of seeds: inductor fuses the draws, because no generator is named."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.compiler.reset()
+    fast = torch.compile(share_features, fullgraph=True, dynamic=False)
+    check_gradients_use_the_drawn_masks(fast, "cpu")
+    torch.compiler.reset()
+    _, (code, *_) = run_and_get_code(torch.compile(share_features, dynamic=False), features(3, 4, 5))
+    assert code.count("aten.randint") == 1, "the seeds"
+    assert len(set(re.findall(r"cpp_fused_\w+", code))) == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: torch.compile(f, fullgraph=True, dynamic=False)])
+def test_gradients_use_the_drawn_masks_on_a_gpu(wrap):
+    check_gradients_use_the_drawn_masks(wrap(share_features), "cuda")
 
 
 def test_deterministic_by_generator():

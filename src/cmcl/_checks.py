@@ -141,35 +141,6 @@ def no_numbers(logits: Tensor) -> None:
         )
 
 
-def features(given: Sequence[Tensor] | Tensor, masks: Tensor | None, *, shared: bool) -> None:
-    """Features must agree in shape; masks, only where they are `shared`, are (M, M, B, ...) boolean."""
-    if masks is not None and not shared:
-        raise ValueError("masks must be left out where no features are shared. Got some.")
-    if not len(given):  # of a stacked tensor, too, which is not true or false
-        raise ValueError("features must hold one tensor a member. Got none.")
-    for m, h in enumerate(given):
-        if not isinstance(h, Tensor):
-            raise TypeError(
-                f"features must be tensors. Got {kind(h)} from member {m}; share after a module that returns "
-                "one tensor."
-            )
-    first = given[0]
-    for m, h in enumerate(given):
-        if h.shape != first.shape:
-            raise ValueError(
-                "shared features must have one shape for all members. "
-                f"Got {tuple(first.shape)} from member 0 and {tuple(h.shape)} from member {m}; "
-                "share after another module, or use members that agree there."
-            )
-        same_device(f"features[{m}]", h, first)
-    if masks is None:
-        return
-    expected = (len(given), len(given), *first.shape)
-    if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape != expected:
-        raise ValueError(f"masks must be a boolean tensor of shape {expected}. Got {kind(masks)}.")
-    same_device("masks", masks, first)
-
-
 def outputs(given: list[Tensor]) -> list[Tensor]:
     """Members must return logits (B, C, ...) of one shape."""
     for m, output in enumerate(given):

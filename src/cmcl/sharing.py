@@ -19,39 +19,75 @@ def share_features(
     masks: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> list[Tensor]:
-    """What each member goes on with: h_m + sum over n != m of mask_nm * h_n.
+    """The shared features of each member: h_m + sum over n != m of mask_nm * h_n.
 
     Masks are Bernoulli(prob) per value and ordered pair, not rescaled; gradients reach the others' stems.
 
     Args:
         features: the members' features, M tensors (B, ...) of one shape, or stacked, (M, B, ...).
-        prob: lambda of the paper, the probability that a value is passed on.
-        mode: "sampled" draws masks; "expected" puts `prob` in their place; "off" leaves each member alone.
+        prob: lambda of the paper, the probability that a value is shared.
+        mode: "sampled" draws masks; "expected" uses `prob` instead of them; "off" shares nothing.
         masks: (M, M, B, ...) boolean, to use instead: masks[n, m] is what m gets of n. n = m is not read.
         generator: source of the masks. It does not pass through torch.compile.
 
     Returns:
-        M mixed features (B, ...). Autograd keeps boolean masks only, M - 1 bytes per feature value.
+        M shared features (B, ...). Autograd keeps boolean masks only, M - 1 bytes per feature value.
     """
     _checks.choice("mode", mode, MODES)
     _checks.probability("prob", prob)
-    _checks.features(features, masks, shared=mode != "off")
+    _check(features, masks, mode)
     if mode == "off":
         return list(features)
-    mixed = []
+    shared = []
     for m, own in enumerate(features):
         others = [n for n in range(len(features)) if n != m]
         given = None if masks is None else [masks[n, m] for n in others]
         for n, mask in zip(others, given or _masks(own, len(others), prob, mode, generator), strict=True):
             own = own + features[n] * mask
-        mixed.append(own)
-    return mixed
+        shared.append(own)
+    return shared
 
 
 def _masks(h: Tensor, count: int, prob: float, mode: str, generator: torch.Generator | None) -> list[Any]:
     if mode == "expected":
         return [prob] * count
-    # Drawing is what sharing costs, so 60 random bits make four masks; 15 bits meet prob to 1 in 32,768.
-    bits = [torch.randint(2**60, h.shape, device=h.device, generator=generator) for _ in range(0, count, 4)]
-    shifts, level = [15 * (n % 4) for n in range(count)], round(prob * 2**15)
-    return [(bits[n // 4] & (0x7FFF << shift)) < (level << shift) for n, shift in enumerate(shifts)]
+    # Drawing is what sharing costs, so 60 random bits make several masks: four if 15 bits suffice for prob.
+    width = next((w for w in (15, 30) if _error(prob, w) <= 1e-3 * min(prob, 1 - prob)), 60)
+    each, level = 60 // width, round(prob * 2**width)
+    # Without a generator the argument must be absent: then torch.compile draws inside the kernel that adds.
+    source: dict[str, Any] = {} if generator is None else {"generator": generator}
+    bits = [torch.randint(2**60, h.shape, device=h.device, **source) for _ in range(0, count, each)]
+    shifts = [width * (n % each) for n in range(count)]
+    return [(bits[n // each] & ((2**width - 1) << s)) < (level << s) for n, s in enumerate(shifts)]
+
+
+def _error(prob: float, width: int) -> float:
+    return abs(round(prob * (1 << width)) / (1 << width) - prob)
+
+
+def _check(features: Sequence[Tensor] | Tensor, masks: Tensor | None, mode: str) -> None:
+    """Features must agree in shape; masks, only if features are shared, are (M, M, B, ...) boolean."""
+    if masks is not None and mode == "off":
+        raise ValueError("masks must be left out where no features are shared. Got some.")
+    if not len(features):
+        raise ValueError("features must hold one tensor a member. Got none.")
+    for m, h in enumerate(features):
+        if not isinstance(h, Tensor):
+            raise TypeError(
+                f"features must be tensors. Got {_checks.kind(h)} from member {m}; share after a module that "
+                "returns one tensor."
+            )
+        if h.shape != features[0].shape:
+            raise ValueError(
+                "shared features must have one shape for all members. "
+                f"Got {tuple(features[0].shape)} from member 0 and {tuple(h.shape)} from member {m}; "
+                "share after another module, or use members that agree there."
+            )
+        _checks.same_device(f"features[{m}]", h, features[0])
+    if masks is not None:
+        expected = (len(features), len(features), *features[0].shape)
+        if not isinstance(masks, Tensor) or masks.dtype != torch.bool or masks.shape != expected:
+            raise ValueError(
+                f"masks must be a boolean tensor of shape {expected}. Got {_checks.kind(masks)}."
+            )
+        _checks.same_device("masks", masks, features[0])
