@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 
 import torch
 
-from cmcl.demo import METHODS, one_thread, scores
+from cmcl.cli.explore import METHODS, one_thread, scores
 from cmcl.reproduction import find
 from cmcl.reproduction.environment import commit
 from cmcl.reproduction.record import Record

@@ -1,6 +1,5 @@
 """`cmcl demo`: in small for its parts, whole (slow) for the paper's point."""
 
-import inspect
 import json
 import re
 import sys
@@ -10,35 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from cmcl.cli.demo import MORE_SEEDS
-from cmcl.cli.demo import demo as cli_demo
-from cmcl.demo import METHODS, demo
+from cmcl.cli.explore import METHODS, MORE_SEEDS
 from cmcl.reproduction.recipes import RECIPES
 
-
-def test_the_command_shows_the_seed_that_the_function_does():
-    """The command cannot ask it before torch is imported."""
-    command, function = (inspect.signature(f).parameters["seed"].default for f in (cli_demo, demo))
-    assert command == function
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def tiny(monkeypatch):
     """The demo's own recipes, for two steps and on few images."""
-    for set_, options in (("digits-300", {"filters": [2, 4]}), ("shapes-160", {"filters": [2, 2]})):
+    small = {"epochs": None, "steps": 2, "warm_start": 0, "batch_size": 8, "subset": 40}
+    for stem, filters in (("digits-300", [2, 4]), ("shapes-160", [2, 2])):
         for method in METHODS:
-            recipe = RECIPES[f"{set_}-{method}"]
-            options = dict(recipe.network_options) | options
-            short = replace(
-                recipe, epochs=None, steps=2, warm_start=0, batch_size=8, subset=40, network_options=options
+            recipe = RECIPES[f"{stem}-{method}"]
+            options = dict(recipe.network_options) | {"filters": filters}
+            monkeypatch.setitem(
+                RECIPES, f"{stem}-{method}", replace(recipe, network_options=options, **small)
             )
-            monkeypatch.setitem(RECIPES, f"{set_}-{method}", short)
 
 
-@pytest.mark.parametrize(
-    "more", [[], pytest.param(["--segmentation"], marks=pytest.mark.slow)]
-)  # draws scenes
-def test_what_it_prints_for_programs(cmcl, tiny, tmp_path, more):
+@pytest.mark.parametrize("more", [[], pytest.param(["--segmentation"], marks=pytest.mark.slow)])
+def test_json(cmcl, tiny, tmp_path, more):
     code, out, err = cmcl("demo", "--out", tmp_path / "d", "--json", *more)
     found = json.loads(out)
     assert code == 0
@@ -53,98 +44,65 @@ def test_what_it_prints_for_programs(cmcl, tiny, tmp_path, more):
     assert "4/4 CMCL" in err
 
 
-def test_without_the_extra_report_it_names_it(cmcl, tiny, tmp_path, monkeypatch):
+def test_the_extra_report_is_optional(cmcl, tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "altair", None)
     code, out, err = cmcl("demo", "--out", tmp_path / "d")
     assert code == 0
-    assert "confident-mcl[report]" in out
+    assert "CMCL" in out
     assert "no report page" in err
+    assert "pip install 'confident-mcl[report]'" in err
     assert not (tmp_path / "d" / "report.html").exists()
     code, _, err = cmcl("report", tmp_path / "d", "-o", tmp_path / "r.html")
     assert code == 2
     assert "confident-mcl[report]" in err
 
 
-def test_what_it_prints_for_people(cmcl, tiny, tmp_path, monkeypatch):
+def test_text(cmcl, tiny, tmp_path, monkeypatch):
+    """The second time nothing is trained, and no record changes."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CMCL_COMMIT", "first")
     threads = torch.get_num_threads()
     code, out, err = cmcl("demo", "--quiet", "--seed", 3)
     assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines()[:5]] == [
-        "method",
-        "one",
-        "independent",
-        "MCL",
-        "CMCL",
-    ]
+    first = ["method", "one", "independent", "MCL", "CMCL"]
+    assert [line.split()[0] for line in out.splitlines()[:5]] == first
     assert "cmcl-demo/report.html" in out
-    assert "One seed on so few test images is noisy: the README has means over twenty seeds." in out
-    assert "averaged in" in out
-    assert "docs/rejecting.md" in out
-    assert list((tmp_path / "cmcl-demo").glob("digits-300-cmcl--*--seed3"))
+    assert "README" in out
+    assert "underconfident" in out
     assert torch.get_num_threads() == threads
-
-
-def test_what_is_trained_is_not_trained_again(tiny, tmp_path):
-    first = demo(tmp_path, quiet=True)
-    files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/telemetry.jsonl")}
-    rows = {path: path.read_text() for path in files}
-    assert len(files) == 4
-    assert demo(tmp_path, quiet=True) == first
-    assert rows == {path: path.read_text() for path in files}
-
-
-def test_the_second_time_changes_no_record(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("CMCL_COMMIT", "first")
-    demo(tmp_path, quiet=True)
-    records = {path: path.read_bytes() for path in tmp_path.glob("*/record.json")}
-    assert len(records) == 4
+    files = {path: path.read_bytes() for path in Path("cmcl-demo").glob("*/[rt]e*.json*")}
+    assert len([path for path in files if path.name in ("record.json", "telemetry.jsonl")]) == 8
     monkeypatch.setenv("CMCL_COMMIT", "second")
-    demo(tmp_path, quiet=True)
-    assert records == {path: path.read_bytes() for path in records}
+    assert cmcl("demo", "--quiet") == (0, out, ""), "3 is the default seed"
+    assert files == {path: path.read_bytes() for path in files}
 
 
-def test_what_the_text_promises_is_there():
-    """The numbers of seeds that the demo names are those of the files it points to."""
-    seeds = {False: ("README.md", "| 20 seeds |"), True: ("results/demo-seeds-segmentation.txt", None)}
-    root = Path(__file__).parents[1]
-    assert seeds[False][1] in (root / seeds[False][0]).read_text()
+def test_what_the_text_refers_to():
+    """The numbers of seeds are those of the files it names."""
+    assert "| 20 seeds |" in (ROOT / "README.md").read_text()
     assert "twenty" in MORE_SEEDS[False]
-    assert (
-        len(re.findall(r"cmcl +\w+ +top-1 by seed: (.*)", (root / seeds[True][0]).read_text())[0].split())
-        == 5
-    )
+    text = (ROOT / "results" / "demo-seeds-segmentation.txt").read_text()
+    assert len(re.findall(r"cmcl +\w+ +top-1 by seed: (.*)", text)[0].split()) == 5
     assert "five" in MORE_SEEDS[True]
-    assert "temperature" in (root / "docs" / "rejecting.md").read_text()
+    assert "temperature" in (ROOT / "docs" / "rejecting.md").read_text()
 
 
 def test_the_four_differ_in_method_alone():
-    for set_ in ("digits-300", "shapes-160"):
-        single, ie, mcl, cmcl = (RECIPES[f"{set_}-{method}"] for method in METHODS)
-        same = {
-            "method": "ie",
-            "members": 1,
-            "overlap": 1,
-            "sharing": False,
-            "labels": "exact",
-            "warm_start": 0,
-        }
+    same = {"method": "ie", "members": 1, "overlap": 1, "sharing": False, "labels": "exact", "warm_start": 0}
+    for stem in ("digits-300", "shapes-160"):
+        single, ie, mcl, cmcl = (RECIPES[f"{stem}-{method}"] for method in METHODS)
         assert all(replace(recipe, **same) == single for recipe in (ie, mcl, cmcl))
         assert (mcl.method, mcl.overlap) == ("mcl", 1)
         assert (cmcl.method, cmcl.sharing, cmcl.labels) == ("cmcl", True, "sampled")
         assert ie.members == mcl.members == cmcl.members > single.members
-
-
-def test_digits_as_the_readme_says():
-    recipe = RECIPES["digits-300-cmcl"]
-    assert (recipe.subset, recipe.members, recipe.overlap) == (300, 5, 3)
-    assert recipe.network_options["filters"] == [8, 16]
+    assert (cmcl := RECIPES["digits-300-cmcl"]).subset == 300, "as the README says"
+    assert (cmcl.members, cmcl.overlap, cmcl.network_options["filters"]) == (5, 3, [8, 16])
 
 
 @pytest.mark.slow
-def test_the_papers_point(tmp_path):
-    """MCL: some member nearly always right, and nobody knows which. CMCL repairs that."""
-    found = demo(tmp_path, quiet=True)
+def test_the_papers_point(cmcl, tmp_path):
+    """MCL: some member is nearly always right, but the average is not. CMCL repairs that."""
+    found = json.loads(cmcl("demo", "--quiet", "--json", "--out", tmp_path)[1])
     assert found["mcl"]["oracle"] < 2
     assert found["mcl"]["top1"] > 20
     assert found["cmcl"]["top1"] < 6

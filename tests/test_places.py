@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import cmcl
 from cmcl import Ensemble, shareable_layers
-from cmcl.cli.layers import places as places_command
+from cmcl.cli.explore import layers as places_command
 from cmcl.splitting import split
 from lookalikes import KINDS, ResNet, UNet, images, mlp, vectors
 

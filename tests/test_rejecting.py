@@ -2,16 +2,14 @@
 
 import json
 import math
-import os
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cmcl import Ensemble, metrics, networks
+from cmcl import metrics
 from cmcl.calibration import (
     ABSTAIN,
     LEVELS,
@@ -25,10 +23,6 @@ from cmcl.calibration import (
     uncertainty,
     upper_bound,
 )
-from cmcl.cli.calibrate import reject
-from cmcl.data import load
-from cmcl.data.transforms import MeanStd
-from cmcl.serialization import saved_checksum
 
 
 def probs_of(confidences, classes=3):
@@ -340,69 +334,3 @@ def test_dense_answers_are_tempered_too():
     assert after <= before
     with pytest.raises(ValueError, match="temperature must be above 0. Got 0."):
         tempered(probs, 0)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """An untrained ensemble for digits, to be looked at only."""
-    torch.manual_seed(0)
-    network = partial(networks.cnn, channels=1, size=8, filters=(4, 4), kernel=3, padding=1, hidden=None)
-    ensemble = Ensemble(network, 2)
-    ensemble.transform = MeanStd().fit(load("digits", split="train"))
-    folder = tmp_path_factory.mktemp("ensemble") / "saved"
-    ensemble.save(folder)
-    return folder
-
-
-def test_the_command(saved, tmp_path, capsys):
-    """Of what is not trained nothing can be promised at 1 %, everything at 97 %."""
-    reject(saved, device="cpu", out=tmp_path / "new" / "folder" / "threshold.json")
-    out = capsys.readouterr().out
-    assert "cannot be promised from 180 calibration examples" in out
-    assert "answers 0.0%, 0 of 0 wrong." in out
-    written = json.loads((tmp_path / "new" / "folder" / "threshold.json").read_text())
-    threshold = Threshold.from_json(written)
-    assert threshold.value == -math.inf
-    assert threshold.weights == saved_checksum(saved)
-    reject(saved, device="cpu", risk=0.97, as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["threshold"]["answered"] == 180
-    assert found["tried"]["answered"] == found["tried"]["examples"] == 179
-    assert found["threshold"]["value"] == "inf"
-    assert found["threshold"]["weights"] == threshold.weights
-
-
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        (["--risk", "5"], "risk must be between 0 and 1. Got 5.0."),
-        (["--confidence", "1"], "confidence must be above 0 and below 1. Got 1.0."),
-        (["--score", "foo"], "score must be one of 'confidence', "),
-        (
-            ["-o", "HERE/file/t.json"],
-            "--out must name a file in a folder. Got HERE/file/t.json, but HERE/file",
-        ),
-        (["-o", "HERE/locked/new/t.json"], "HERE/locked/new/t.json: no permission to write HERE/locked."),
-        (["-o", "HERE/file"], "--out must be a place to write to. Got HERE/file: no permission"),
-    ],
-)
-def test_mistakes_are_told_before_the_work(cmcl, saved, tmp_path, monkeypatch, mistake, message):
-    (tmp_path / "file").touch()
-    (tmp_path / "locked").mkdir()
-    monkeypatch.setattr("cmcl.data.load", pytest.fail)
-    # root, as whom tests may run, may write everywhere
-    monkeypatch.setattr("os.access", lambda _, mode: mode != os.W_OK)
-    code, out, err = cmcl("reject", saved, *(word.replace("HERE", str(tmp_path)) for word in mistake))
-    assert (code, out) == (2, "")
-    assert message.replace("HERE", str(tmp_path)) in err
-    assert not (tmp_path / "locked" / "new").exists()
-
-
-def test_what_was_found_is_shown_even_if_it_cannot_be_written(cmcl, saved, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError("no space left")
-
-    monkeypatch.setattr("pathlib.Path.write_text", full)
-    code, out, err = cmcl("reject", saved, "--limit", 20, "--device", "cpu", "-o", tmp_path / "t.json")
-    assert (code, err) == (2, "cmcl: no space left\n")
-    assert "Tried on 10 others" in out

@@ -119,7 +119,7 @@ class Threshold:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Threshold":
-        """What `to_json` wrote, or all that `cmcl reject --json` printed."""
+        """What `to_json` wrote, or all that `cmcl calibrate --json` printed."""
         inside = values.get("threshold", values) if isinstance(values, Mapping) else values
         if not isinstance(inside, Mapping):
             message = f"a threshold must be a dict. Got {_checks.kind(inside)}."
@@ -130,7 +130,7 @@ class Threshold:
         if missing or unknown:
             got = f"{len(missing)} missing ({', '.join(missing)})" if missing else ", ".join(unknown)
             message = f"a threshold must have the fields that to_json writes, and no others. Got {got}."
-            raise ValueError(f"{message} Make it with calibrate() or `cmcl reject -o FILE`.")
+            raise ValueError(f"{message} Make it with calibrate() or `cmcl calibrate -o FILE`.")
         value = inside["value"]
         return cls(**dict(inside) | {"value": float(value) if value in ("inf", "-inf") else value})
 

@@ -123,7 +123,7 @@ def load(
     if config.output and output is None:
         raise ValueError(
             f"{folder} was saved with output={config.output}, a function, which is not saved. "
-            "Pass output= (--output MODULE:FUNCTION), which picks the logits from what a member returns."
+            "Pass output= (--logits MODULE:FUNCTION), which picks the logits from what a member returns."
         )
     weights = _read_weights(folder, config.weights)
     saved = len({key.split(".")[1] for key in weights if key.startswith("members.")})

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cmcl.data import Dataset, load, load_recipe, split_validation
-from cmcl.data.dataset import evenly_spaced, hold_out
+from cmcl.data.dataset import evenly_spaced, hold_out, stratified_subset
 
 
 def tiny(n=6, classes=3):
@@ -218,3 +218,34 @@ def test_arrays_that_run_backwards():
 def test_wrong_arrays_are_refused(images, targets, options, error, match):
     with pytest.raises(error, match=match):
         load("arrays", images=images, targets=targets, **options)
+
+
+class TestStratifiedSubset:
+    def test_drawn_evenly(self):
+        train = load("digits")
+        part = stratified_subset(train, 300)
+        assert part.targets.bincount().tolist() == [30] * 10
+        assert stratified_subset(train, 304).targets.bincount().max() == 31
+        assert stratified_subset(train, 300).checksum == part.checksum
+        originals = {image.numpy().tobytes() for image in train.images}
+        chosen = [image.numpy().tobytes() for image in part.images]
+        assert originals >= set(chosen)
+
+    def test_the_smaller_is_part_of_the_larger(self):
+        train = load("digits")
+        small, large = (
+            {(i.numpy().tobytes(), int(t)) for i, t in zip(p.images, p.targets, strict=True)}
+            for p in (stratified_subset(train, 50), stratified_subset(train, 120))
+        )
+        assert small <= large
+
+    def test_all(self):
+        train = load("digits")
+        assert stratified_subset(train, len(train)).checksum == train.checksum
+        with pytest.raises(ValueError, match="1439"):
+            stratified_subset(train, 1439)
+
+    def test_groups_of_segmentation(self):
+        train = load("shapes", groups=4, per_group=5, size=16)
+        groups = stratified_subset(train, 8).groups
+        assert sorted(groups) == sorted([*set(train.groups)] * 2)

@@ -1,8 +1,8 @@
-"""The `cmcl` command, a file for each group of commands.
+"""The `cmcl` command; one module for each family of commands.
 
-What a command needs is imported inside it, so that `--help` is instant. A user's mistake ends with exit code
-2 and one line on stderr; CMCL_DEBUG=1 shows the traceback instead. Exit code 3: the time was over or the run
-was stopped, and the same command goes on (`cmcl train` with --resume).
+A command imports what it needs when it runs, so `--help` loads neither torch nor pydantic. A user's mistake
+exits with code 2 and one message on stderr; CMCL_DEBUG=1 shows the traceback. Exit code 1: something failed.
+3: the time was over or a signal stopped the run, and the same command resumes it (`train` with --resume).
 """
 
 import os
@@ -14,42 +14,30 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import (
-    calibrate,
-    data,
-    demo,
-    evaluate,
-    export,
-    layers,
-    listing,
-    predict,
-    report,
-    reproduce,
-    train,
-    tune,
-)
-from .shared import note
+from . import data, explore, inference, reproduce, train
+from .common import STOPPED, USAGE, note
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo.demo,
-    "list": listing.show,
+    "demo": explore.demo,
+    "list": explore.show,
     "train": train.train,
-    "evaluate": evaluate.evaluate,
-    "predict": predict.predict,
+    "tune": train.tune,
+    "evaluate": inference.evaluate,
+    "predict": inference.predict,
+    "calibrate": inference.calibrate,
+    "export": inference.export,
+    "layers": explore.layers,
     "reproduce": reproduce.reproduce,
-    "report": report.report,
-    "tune": tune.tune,
-    "reject": calibrate.reject,
-    "layers": layers.places,
-    "export": export.export,
+    "report": reproduce.report,
 }
 
 app = typer.Typer(
-    help="Confident multiple choice learning: ensembles of deep networks that know what they know.",
+    help="Confident multiple choice learning: train, evaluate and use ensembles of specialised networks.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain help: three times as fast, and shorter
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -75,7 +63,7 @@ app.add_typer(data.app, name="data")
 def main() -> None:
     """Run the command line and exit."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: note(_flat(str(message)))
+        warnings.showwarning = lambda message, *_, **__: note(_one_line(str(message)))
         sys.exit(_run())
 
 
@@ -84,32 +72,37 @@ def _run() -> int:
         return app(prog_name="cmcl", standalone_mode=False) or 0
     except KeyboardInterrupt:
         return _stopped()
+    except SystemExit as stop:  # click exits with 1 when the reader of a pipe, such as `head`, is gone
+        if isinstance(stop.__context__, BrokenPipeError):
+            return 0
+        raise
     except Exception as error:
-        if type(error).__name__ == "Abort":  # what becomes of Ctrl-C inside a command
+        if type(error).__name__ == "Abort":  # click's KeyboardInterrupt
             return _stopped()
         if os.environ.get("CMCL_DEBUG") == "1" or not _is_users_mistake(error):
             raise
-        if type(error).__name__ == "NoArgsIsHelpError":  # a bare `cmcl`: the help itself, in its lines
-            typer.echo(_words(error), err=True)
-        elif message := _flat(_words(error)):  # of older versions of typer, which print the help themselves
+        if type(error).__name__ == "NoArgsIsHelpError":  # a bare `cmcl`: the help itself
+            typer.echo(_message(error), err=True)
+        elif message := _one_line(_message(error)):  # empty in older versions of typer, which print the help
             note(message)
-        return 2
+        return USAGE
 
 
 def _stopped() -> int:
     note("stopped.")
-    return 130
+    return STOPPED
 
 
 def _is_users_mistake(error: Exception) -> bool:
-    # a mistake on the command line itself is an exception of click, which typer carries along unnamed
-    known = (ValueError, TypeError, OSError, ImportError)
-    return isinstance(error, known) or hasattr(error, "format_message")
+    # typer carries its own copy of click, so click's exceptions are known by their method
+    return isinstance(error, ValueError | TypeError | OSError | ImportError) or hasattr(
+        error, "format_message"
+    )
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return error.format_message() if hasattr(error, "format_message") else str(error)
 
 
-def _flat(text: str) -> str:
+def _one_line(text: str) -> str:
     return " ".join(text.split())

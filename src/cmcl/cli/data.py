@@ -5,8 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from ..data.registry import DATASETS
-from .options import AsJson, Root
-from .shared import parse_pairs, print_json
+from .common import AsJson, Root, parse_pairs, print_json
 
 app = typer.Typer(help="Download datasets and inspect them.", no_args_is_help=True)
 DOWNLOADS = [name for name, info in DATASETS.items() if info.published and info.published.downloads]

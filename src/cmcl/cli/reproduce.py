@@ -1,94 +1,93 @@
-"""`cmcl reproduce`: the paper's tables and figures, as far as the time reaches, and how far they are."""
+"""`cmcl reproduce` and `cmcl report`: train what is missing of the paper's results, and show records."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from .options import AsJson, Budget, Device, Precision, Quiet, Results, Root, Runs
-from .shared import (
-    FAILED,
-    TIME_OVER,
-    check_writable_folder,
-    engine_options,
-    note,
-    number,
-    print_json,
-    print_table,
-)
-from .stopping import on_ctrl_c
+from . import common
 
 if TYPE_CHECKING:
     from ..reproduction import Cell
     from ..reproduction.campaign import Job, Report
 
-GO_ON = "the same command goes on"
+WHAT = "table1, table2, table3, fig1, fig2, fig3, fig4 or all"
+SEARCH = "Try the paper's betas and Ks; choose on held-out data, or on test data as the paper may have."
 SEARCHES = ("heldout", "test")
+FORMATS = {"html": "report.html", "md": "report.md", "svg": "figures", "png": "figures", "pdf": "figures"}
+SOURCES = ("results", "runs", "cmcl-demo")  # folders that `cmcl report` looks for
 
 
 def reproduce(
     what: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="table1|table2|table3|fig1|fig2|fig3|fig4|all", help="Or ids of cells."),
+        list[str] | None, Argument(metavar="WHAT...", help=f"{WHAT}; or ids of cells, or recipes.")
     ] = None,
-    root: Root = None,
-    out: Runs = Path("runs"),
-    results: Results = Path("results"),
-    seeds: Annotated[int, typer.Option(min=1, help="How many: 5 is 0 to 4.")] = 1,
-    cells: Annotated[str, typer.Option(metavar="I/N", help="The I-th of N parts, for N machines.")] = "1/1",
-    budget: Budget = None,
+    root: common.Root = None,
+    out: common.RunsFolder = Path("runs"),
+    results: Annotated[Path, Option(help="Folder whose records/ holds the records.")] = Path("results"),
+    seed: common.Seed = 0,
+    seeds: common.Seeds = 1,
+    part: Annotated[str, Option(metavar="I/N", help="The I-th of N parts, for N machines.")] = "1/1",
+    budget: common.Budget = None,
     unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Start also what will not end in time; it saves itself.")
+        bool, Option("--unfinished", help="Also start runs that exceed the budget.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the runs and their costs.")] = False,
-    status: Annotated[
-        bool, typer.Option("--status", help="Only list the cells, the paper's and ours.")
-    ] = False,
-    search: Annotated[
-        str | None,
-        typer.Option(
-            metavar="heldout|test",
-            help="Try CMCL with the paper's betas and Ks; choose on held-out data, or on the test set, "
-            "as the paper presumably did.",
-        ),
-    ] = None,
-    device: Device = "auto",
-    precision: Precision = "auto",
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only list the runs and their expected time.")] = False,
+    status: Annotated[bool, Option("--status", help="Only list the paper's results and ours.")] = False,
+    search: Annotated[str | None, Option(metavar="heldout|test", help=SEARCH)] = None,
+    evaluate_every: common.EvaluateEvery = 0,
+    save_every: common.SaveEvery = 60.0,
+    device: common.Device = "auto",
+    precision: common.Precision = "auto",
+    quiet: common.Quiet = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Train what is missing of the paper's tables and figures.
 
-    A finished run is never repeated: start the same command again, here or on another machine that has
-    the records.
+    A finished run is never repeated, and an interrupted one resumes: start the same command again, here or on
+    another machine that has the records.
     """
-    from ..reproduction.cells import select
-
     if not what and not status:
-        raise ValueError("name what to reproduce: table1, table2, table3, fig1, fig2, fig3, fig4 or all.")
-    chosen, shard = select(what or ["all"]), _part(cells)
+        raise ValueError(
+            "name what to reproduce: table1, table2, table3, fig1, fig2, fig3, fig4 or all. Got nothing."
+        )
+    chosen, shard = _cells(what or ["all"]), _part(part)
     if status:
         _status(chosen, results, as_json)
         return
-    from ..reproduction.campaign import plan
-
     searched = _search(chosen, search)
     wanted = [cell for several in searched.values() for cell in several] if search else chosen
-    how: dict[str, Any] = {
-        "seeds": range(seeds),
-        "results": results,
-        "runs": out,
-        "root": root,
-        "shard": shard,
-    }
-    how["options"] = engine_options(device, precision, quiet=quiet or dry_run)
-    with on_ctrl_c(GO_ON):
+    with common.stoppable():
+        from ..reproduction.campaign import campaign, parse_budget, plan
+
+        options = common.run_options(
+            device,
+            precision,
+            quiet=quiet or dry_run,
+            evaluate_every=evaluate_every,
+            checkpoint_seconds=save_every,
+        )
+        how: dict[str, Any] = {
+            "seeds": range(seed, seed + seeds),
+            "results": results,
+            "runs": out,
+            "root": root,
+            "shard": shard,
+            "options": options,
+        }
+        seconds = None if budget is None else parse_budget(budget)
         if not dry_run and plan(wanted, **how):  # where nothing is missing, nothing is written
-            check_writable_folder(out, "--out")
-            check_writable_folder(results, "--results")
-        report = _campaign(
-            wanted, **how, budget=budget, unfinished=unfinished, dry_run=dry_run, say=not as_json
+            common.check_writable(out, "--out", folder=True)
+            common.check_writable(results, "--results", folder=True)
+        report = campaign(
+            wanted,
+            **how,
+            budget_seconds=seconds,
+            unfinished=unfinished,
+            dry_run=dry_run,
+            say=(lambda line: None) if as_json else common.say,
         )
     if dry_run:
         _print_plan(report.jobs, as_json)
@@ -96,47 +95,48 @@ def reproduce(
     choices = {name: _choice(several, results, search) for name, several in searched.items()}
     if as_json:
         done = [record.file_name for record in report.records]
-        print_json({"done": done, "left": report.left} | ({"chosen": choices} if search else {}))
+        common.print_json({"done": done, "left": report.left} | ({"chosen": choices} if search else {}))
     else:
         for name, choice in choices.items():
-            typer.echo(_describe_choice(name, choice))
-    if (code := _code(report)) == TIME_OVER:
-        note(_go_on(report))
+            common.say(_describe_choice(name, choice))
+    if (code := _exit_code(report)) == common.TIME_OVER:
+        common.note(_hint(report))
     raise typer.Exit(code)
 
 
-def _campaign(cells: "Sequence[Cell]", *, budget: str | None, say: bool, **more: Any) -> "Report":
-    from ..reproduction.campaign import campaign, parse_budget
+def _cells(words: Sequence[str]) -> "list[Cell]":
+    """The cells of tables, figures and ids; a recipe by name is a cell of its own."""
+    from ..reproduction.cells import Cell, select
+    from ..reproduction.recipes import RECIPES
 
-    seconds = None if budget is None else parse_budget(budget)
-    return campaign(cells, budget_seconds=seconds, say=typer.echo if say else lambda line: None, **more)
-
-
-def _code(report: "Report") -> int:
-    """0: all is there. 3: time was over. 1: something failed. Only missing data is a mistake, and says so."""
-    missing = [r for r in report.left.values() if r.startswith("FileNotFoundError: ")]
-    if missing and len(missing) == len(report.left) and not report.records:
-        raise FileNotFoundError(missing[0].removeprefix("FileNotFoundError: "))
-    return TIME_OVER if report.late else FAILED if report.left else 0
-
-
-def _go_on(report: "Report") -> str:
-    """What to do next; the same again would do nothing, if nothing is short enough for the budget."""
-    if report.moved:
-        return f"not all is done: {GO_ON}."
-    shortest = min(report.late, key=lambda job: job.seconds)
-    return (
-        f"nothing came of it: of what there was no time for, the shortest run is expected to take "
-        f"{_duration(shortest.seconds)} on {shortest.device}. "
-        "Give it a longer --budget, or --unfinished to start what will need several."
-    )
+    recipes = [Cell(f"recipe/{word}", word, ("recipe",)) for word in words if word in RECIPES]
+    return select([word for word in words if word not in RECIPES]) + recipes
 
 
 def _part(text: str) -> tuple[int, int]:
     i, _, n = text.partition("/")
     if not (i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
-        raise ValueError(f"--cells must look like 2/3, the second of three parts. Got {text!r}.")
+        raise ValueError(f"--part must look like 2/3, the second of three parts. Got {text!r}.")
     return int(i), int(n)
+
+
+def _exit_code(report: "Report") -> int:
+    """0: all is there. 3: the time was over. 1: a run failed. Missing data alone is the user's mistake."""
+    missing = [r for r in report.left.values() if r.startswith("FileNotFoundError: ")]
+    if missing and len(missing) == len(report.left) and not report.records:
+        raise FileNotFoundError(missing[0].removeprefix("FileNotFoundError: "))
+    return common.TIME_OVER if report.late else common.FAILED if report.left else 0
+
+
+def _hint(report: "Report") -> str:
+    """How to continue; the same command would do nothing if no run is short enough for the budget."""
+    if report.moved:
+        return f"time is over: {common.SAME_COMMAND}."
+    shortest = min(report.late, key=lambda job: job.seconds)
+    return (
+        f"no run was started: the shortest is expected to take {_duration(shortest.seconds)} on "
+        f"{shortest.device}. Pass a longer --budget, or --unfinished to start runs that need several."
+    )
 
 
 def _status(cells: "Sequence[Cell]", results: Path, as_json: bool) -> None:
@@ -145,7 +145,7 @@ def _status(cells: "Sequence[Cell]", results: Path, as_json: bool) -> None:
 
     summary = summarise(cells, load_records(results))
     if as_json:
-        print_json(summary)
+        common.print_json(summary)
         return
     rows = []
     for cell in summary:
@@ -153,23 +153,25 @@ def _status(cells: "Sequence[Cell]", results: Path, as_json: bool) -> None:
         numbers = [value for key in ("top1", "oracle") for value in (paper[key], ours.get(key))]
         partial = f"{len(cell['partial'])} partial" if cell["partial"] and not ours else ""
         n = ours["top1"]["n"] if ours else partial or None
-        rows.append((cell["id"], *(_spread(v) if isinstance(v, dict) else number(v) for v in numbers), n))
+        rows.append(
+            (cell["id"], *(_spread(v) if isinstance(v, dict) else common.number(v) for v in numbers), n)
+        )
     columns = ("cell", ">paper top-1 %", ">ours", ">paper oracle %", ">ours", ">seeds")
-    print_table(columns, rows)
+    common.print_table(columns, rows)
     done = sum(cell["ours"] is not None for cell in summary)
-    typer.echo(f"\n{done} of {len(summary)} cells have a record in {results}/records.")
+    common.say(f"\n{done} of {len(summary)} cells have a record in {results}/records.")
 
 
 def _spread(value: dict[str, Any]) -> str:
     return f"{value['mean']:.2f}" + ("" if value["std"] is None else f" ± {value['std']:.2f}")
 
 
-def _print_plan(jobs: "list[Job]", as_json: bool) -> None:
+def _print_plan(jobs: "Sequence[Job]", as_json: bool) -> None:
     import torch
 
     if as_json:
         keys = ("name", "seeds", "cells", "seconds", "done", "device")
-        print_json([{key: getattr(job, key) for key in keys} for job in jobs])
+        common.print_json([{key: getattr(job, key) for key in keys} for job in jobs])
         return
     rows = [
         (
@@ -181,10 +183,10 @@ def _print_plan(jobs: "list[Job]", as_json: bool) -> None:
         )
         for job in jobs
     ]
-    print_table(("recipe", "seeds", "fills", ">expected", ">done"), rows)
+    common.print_table(("recipe", "seeds", "for", ">expected", ">done"), rows)
     total = _duration(sum(job.seconds for job in jobs))
     where = f"{jobs[0].device}{'' if torch.cuda.is_available() else ' (no GPU was found)'}" if jobs else ""
-    typer.echo(f"\n{len(jobs)} runs, {total} in all, on {where}." if jobs else "Nothing is missing.")
+    common.say(f"\n{len(jobs)} runs, {total} in all, on {where}." if jobs else "Nothing is missing.")
 
 
 def _duration(seconds: float) -> str:
@@ -207,7 +209,7 @@ def _search(cells: "Sequence[Cell]", how: str | None) -> "dict[str, list[Cell]]"
 
 
 def _choice(cells: "Sequence[Cell]", results: Path, how: str | None) -> dict[str, Any] | None:
-    """The best of a search, once all of it is there."""
+    """The best of a search, once all of it has records."""
     from ..reproduction.cells import choose
     from ..reproduction.record import load_records
 
@@ -224,9 +226,47 @@ def _choice(cells: "Sequence[Cell]", results: Path, how: str | None) -> dict[str
 def _describe_choice(name: str, choice: dict[str, Any] | None) -> str:
     if choice is None:
         return f"{name}: the search is not finished"
-    on = "the test set, as the paper presumably chose" if choice["chosen_on"] == "test" else "held-out data"
+    on = "test data, as the paper presumably did" if choice["chosen_on"] == "test" else "held-out data"
     best = f"beta {choice['beta']:g}, K {choice['overlap']}"
     return (
         f"{name}: {best}, chosen on {on} (top-1 {_spread(choice['top1'])} % there). On all data: "
         f"cmcl train {name} --beta {choice['beta']:g} --overlap {choice['overlap']}"
     )
+
+
+def report(
+    sources: Annotated[
+        list[Path] | None, Argument(metavar="FOLDER...", help="With run folders or records/.")
+    ] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="File, or folder for figures.")] = None,
+    format: Annotated[str, Option(help=f"{', '.join(FORMATS)}.")] = "html",
+) -> None:
+    """Write a page, tables or figures from records."""
+    from ..data.registry import nearest
+
+    if format not in FORMATS:
+        hint = nearest(format, list(FORMATS))
+        raise ValueError(f"--format must be one of {', '.join(FORMATS)}. Got {format!r}. {hint}")
+    found, place = _existing(sources or []), out or Path(FORMATS[format])
+    common.check_writable(place, "--out", folder=format not in {"html", "md"})
+    from ..report import write
+
+    typer.echo(write(found, place, format=format))
+
+
+def _existing(sources: list[Path]) -> list[Path]:
+    """The folders, all of which must exist; without any, the first usual one."""
+    from ..data.registry import nearest
+
+    if not sources:
+        sources = [Path(name) for name in SOURCES if Path(name).is_dir()][:1]
+        if not sources:
+            places = " or ".join(f"{name}/" for name in SOURCES)
+            raise FileNotFoundError(f"{places} must exist to report on. Got none. Name a run folder.")
+    for path in sources:
+        if not path.is_dir():
+            beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+            raise FileNotFoundError(
+                f"{path} must be a folder with records. {nearest(path.name, sorted(beside))}"
+            )
+    return sources

@@ -1,137 +1,156 @@
-"""`cmcl train`: a recipe, changed where the command says so."""
+"""`cmcl train` and `cmcl tune`: train recipes, and choose beta and K on held-out data."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from typer import Argument, Option
 
 from ..data.registry import DATASETS
-from .options import AsJson, Budget, Device, Precision, Quiet, Root, Runs, Seed
-from .runs import refuse_arrays
-from .shared import (
-    check_writable_folder,
-    ending,
-    engine_options,
-    note,
-    number,
-    parse_pairs,
-    print_json,
-    print_table,
-)
-from .stopping import on_ctrl_c
+from . import common, loading
 
 if TYPE_CHECKING:
     from ..reproduction.record import Record
     from ..training.config import Recipe
 
+RESUME = "resume with the same command and --resume"
+SEARCHED = {"beta": "--betas", "overlap": "--overlaps", "validation": "--validation"}  # fields of a recipe
+USUAL = {"--root": None, "--out": Path("runs"), "--seeds": 1, "--device": "auto", "--precision": "auto"}
+
+
+class Job(NamedTuple):
+    """One run of `cmcl train`."""
+
+    name: str
+    recipe: "Recipe"
+    seed: int
+    folder: Path
+
 
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A name from `cmcl list`.")],
-    root: Root = None,
-    out: Runs = Path("runs"),
-    seed: Seed = 0,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Train so many side by side: 5 is 0 to 4, from --seed on.")
-    ] = None,
-    method: Annotated[str | None, typer.Option(help="ie, mcl or cmcl.")] = None,
-    members: Annotated[int | None, typer.Option(help="M, networks in the ensemble.")] = None,
-    overlap: Annotated[int | None, typer.Option(help="K, members that learn each example.")] = None,
-    beta: Annotated[float | None, typer.Option(help="Weight of silence.")] = None,
-    labels: Annotated[str | None, typer.Option(help="exact, or sampled: stochastic labels.")] = None,
-    sharing: Annotated[bool | None, typer.Option(help="Feature sharing.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Length, in place of the recipe's.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Length, in place of the recipe's.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples a step.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    subset: Annotated[int | None, typer.Option(help="Train on a subset of so many examples.")] = None,
-    validation: Annotated[float | None, typer.Option(help="Share of the training set to hold out.")] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any other field of the recipe.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
-    budget: Budget = None,
-    results: Annotated[Path | None, typer.Option(help="Folder whose records/ gets the record too.")] = None,
-    evaluate_every: Annotated[int, typer.Option(metavar="EPOCHS", help="Look at errors on the way.")] = 0,
-    save_every: Annotated[float, typer.Option(metavar="SECONDS", help="Between checkpoints.")] = 60.0,
-    device: Device = "auto",
-    precision: Precision = "auto",
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    context: typer.Context,
+    recipes: Annotated[list[str], Argument(metavar="RECIPE...", help="Names from `cmcl list`.")],
+    root: common.Root = None,
+    out: common.RunsFolder = Path("runs"),
+    seed: common.Seed = 0,
+    seeds: common.Seeds = 1,
+    method: Annotated[str | None, Option(help="ie, mcl or cmcl.")] = None,
+    members: Annotated[int | None, Option(help="M, the number of networks.")] = None,
+    overlap: Annotated[int | None, Option(help="K, the number of specialists of an example.")] = None,
+    beta: Annotated[float | None, Option(help="Weight of the KL-to-uniform term.")] = None,
+    labels: Annotated[str | None, Option(help="exact, or sampled: stochastic labeling.")] = None,
+    sharing: Annotated[bool | None, Option(help="Feature sharing.")] = None,
+    epochs: Annotated[float | None, Option(help="Length of training in epochs.")] = None,
+    steps: Annotated[int | None, Option(help="Length of training in steps.")] = None,
+    batch_size: Annotated[int | None, Option(help="Examples in a batch.")] = None,
+    lr: Annotated[float | None, Option(help="Learning rate.")] = None,
+    subset: Annotated[int | None, Option(help="Train on a subset of n examples.")] = None,
+    validation: Annotated[float | None, Option(help="Fraction of the training data to hold out.")] = None,
+    setting: common.Settings = None,
+    resume: Annotated[bool, Option("--resume", help="Resume runs that were interrupted.")] = False,
+    budget: common.Budget = None,
+    results: Annotated[Path | None, Option(help="Folder whose records/ also gets the records.")] = None,
+    limit: common.Limit = None,
+    evaluate_every: common.EvaluateEvery = 0,
+    save_every: common.SaveEvery = 60.0,
+    device: common.Device = "auto",
+    precision: common.Precision = "auto",
+    quiet: common.Quiet = False,
+    as_json: common.AsJson = False,
 ) -> None:
-    """Train a recipe, measure it, and leave a run folder.
+    """Train recipes and evaluate them; write a run folder for each.
 
     It holds recipe.json, environment.jsonl, telemetry.jsonl, checkpoints/, record.json and ensemble/, which
-    cmcl.load takes.
+    cmcl.load reads.
     """
-    from ..reproduction.recipes import find
+    from ..training.config import Recipe
 
-    given = {
-        "method": method,
-        "members": members,
-        "overlap": overlap,
-        "beta": beta,
-        "labels": labels,
-        "sharing": sharing,
-        "epochs": epochs,
-        "steps": steps,
-        "batch_size": batch_size,
-        "lr": lr,
-        "subset": subset,
-        "validation": validation,
-    }
-    changes = {key: value for key, value in given.items() if value is not None}
-    base = find(recipe)
-    changed = change(base, changes | parse_pairs(setting or [], "--set"))
-    refuse_arrays(changed.data, "data", "cmcl.fit")
-    name = changed_name(recipe, base, changed)
-
-    cure = "go on with the same command and --resume"
-    with on_ctrl_c(cure):
+    names = {field.name for field in fields(Recipe)}
+    changes = {key: value for key, value in context.params.items() if key in names and value is not None}
+    changes |= common.parse_pairs(setting, "--set")
+    changed = [changed_recipe(recipe, changes) for recipe in dict.fromkeys(recipes)]
+    with common.stoppable(RESUME):
         from ..reproduction.deadline import parse_budget, stopping_after
         from ..reproduction.run import run, run_folder
+        from ..training import Diverged
 
-        which = [seed] if seeds is None else list(range(seed, seed + seeds))
-        folder = run_folder(out, name, changed, which)
-        if not resume:
-            _refuse_old(folder, changed)
-        check_writable_folder(folder if folder.exists() or folder.is_symlink() else out, "--out")
-        check_writable_folder(results, "--results")
+        seconds = None if budget is None else parse_budget(budget)
+        which = range(seed, seed + seeds)
+        jobs = [
+            Job(name, recipe, s, run_folder(out, name, recipe, [s]))
+            for name, recipe in changed
+            for s in which
+        ]
+        _check_resumable(jobs, out) if resume else _check_new(jobs)
+        for place in {job.folder if job.folder.exists() or job.folder.is_symlink() else out for job in jobs}:
+            common.check_writable(place, "--out", folder=True)
+        common.check_writable(results, "--results", folder=True)
         if results is not None:
-            _refuse_recorded(results, folder, name, changed, which)
-        options = engine_options(
+            _check_unrecorded(jobs, results)
+        options = common.run_options(
             device, precision, quiet=quiet, evaluate_every=evaluate_every, checkpoint_seconds=save_every
         )
-        _tell_absent_classes(changed)
-        with ending(cure), stopping_after(None if budget is None else parse_budget(budget)):
-            records = run(changed, which, out=out, name=name, results=results, root=root, options=options)
-        _show(records, folder, as_json)
+        for _, recipe in changed:
+            _warn_of_absent_classes(recipe)
+        done: list[tuple[Job, Record]] = []
+        with stopping_after(seconds):
+            for job in jobs:
+                try:
+                    (record,) = run(
+                        job.recipe,
+                        [job.seed],
+                        name=job.name,
+                        out=out,
+                        results=results,
+                        root=root,
+                        options=options,
+                        test_limit=limit,
+                    )
+                    done.append((job, record))
+                except Diverged as error:  # the others may still succeed
+                    common.note(f"{job.folder.name}: {error}")
+    if done:
+        _show(done, as_json)
+    if len(done) < len(jobs):
+        raise typer.Exit(common.FAILED)
+
+
+def changed_recipe(name: str, changes: Mapping[str, Any]) -> "tuple[str, Recipe]":
+    """The recipe with these fields, and a name that says so."""
+    from ..reproduction.recipes import find
+
+    base = find(name)
+    recipe = change(base, changes)
+    loading.check_loadable(recipe.data, "data", "cmcl.fit")
+    return changed_name(name, base, recipe), recipe
 
 
 def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
-    """The recipe with these fields; a misspelt name or a value of another type is an error."""
-    values = _with_options(recipe, changes)
-    other = {"epochs": "steps", "steps": "epochs"}  # the one length takes the other's place
+    """The recipe with these fields; an unknown name or a value of another type raises."""
+    values = _with_network_options(recipe, changes)
+    other = {"epochs": "steps", "steps": "epochs"}  # one length replaces the other
     values |= {other[name]: None for name in other if name in values and other[name] not in values}
     return replace(recipe, **values)
 
 
-def _with_options(recipe: "Recipe", changes: Mapping[str, Any]) -> dict[str, Any]:
-    """network_options.hidden=16 changes that option, and leaves the recipe's others as they are."""
+def _with_network_options(recipe: "Recipe", changes: Mapping[str, Any]) -> dict[str, Any]:
+    """network_options.hidden=16 changes that option and keeps the recipe's others."""
     prefix = "network_options."
     own = {name.removeprefix(prefix): value for name, value in changes.items() if name.startswith(prefix)}
     rest = {name: value for name, value in changes.items() if not name.startswith(prefix)}
     whole = rest.get("network_options", recipe.network_options)
-    if not own or not isinstance(whole, Mapping):  # what it is instead is told with the other fields
+    if not own or not isinstance(whole, Mapping):
         return rest
     return rest | {"network_options": {**whole, **own}}
 
 
 def changed_name(name: str, base: "Recipe", changed: "Recipe") -> str:
-    """The recipe's name and what differs: readable, and a name for a folder. The hash tells the rest."""
+    """The recipe's name and its changed fields, as a name for a folder; the hash covers the rest."""
     before, after = base.to_json(), changed.to_json()
     different = [key for key, value in after.items() if value != before.get(key) and value is not None]
     words = [word for key in different for word in _words(key, after[key], before.get(key))]
@@ -139,85 +158,216 @@ def changed_name(name: str, base: "Recipe", changed: "Recipe") -> str:
 
 
 def _words(key: str, value: Any, before: Any) -> list[str]:
-    """Of options, those that differ."""
-    if not isinstance(value, dict):
-        return [_word(key, value)]
-    changed = {name: one for name, one in value.items() if one != (before or {}).get(name, ...)}
-    return [_word(name, one) for name, one in changed.items()] or [_word(key, None)]
-
-
-def _word(key: str, value: Any) -> str:
-    """ "batchsize64"; of lists and the like the field's name alone."""
+    """ "batchsize64"; for a dict its changed entries, for a list the name of the field alone."""
+    if isinstance(value, dict):
+        changed = {name: one for name, one in value.items() if one != (before or {}).get(name, ...)}
+        return [word for name, one in changed.items() for word in _words(name, one, None)] or _words(
+            key, [], None
+        )
     text = f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int | str) else ""
-    return re.sub(r"[^a-z0-9.]+", "", (key + text).lower())
+    return [re.sub(r"[^a-z0-9.]+", "", (key + text).lower())]
 
 
-def _refuse_old(folder: Path, recipe: "Recipe") -> None:
-    """What to do about a folder that holds this very run."""
-    if next(folder.glob("**/record.json"), None):
-        raise ValueError(
-            f"{folder} must be new. It holds this run, finished. Look at it with `cmcl evaluate {folder}`, "
-            "or name another --out or --seed."
-        )
-    kept = [path.name for path in (folder / "checkpoints").glob("step-*.safetensors")]
-    if kept:
-        step = max(int(name.split("-")[1]) for name in kept)
-        of = f" of {recipe.steps}" if recipe.steps else ""
-        raise ValueError(
-            f"{folder} must be new. It holds this run, interrupted at step {step}{of}. Go on with --resume, "
-            "or name another --out or --seed."
-        )
+def _check_new(jobs: Sequence[Job]) -> None:
+    """Raise if a folder already holds this run."""
+    from ..reproduction.run import reached
+
+    for job in jobs:
+        if (job.folder / "record.json").exists():
+            raise ValueError(
+                f"{job.folder} must be new. It holds this run, finished. Evaluate it with "
+                f"`cmcl evaluate {job.folder}`, or name another --out or --seed."
+            )
+        if step := reached(job.folder):
+            of = f" of {job.recipe.steps}" if job.recipe.steps else ""
+            raise ValueError(
+                f"{job.folder} must be new. It holds this run, interrupted at step {step}{of}. Resume it "
+                "with --resume, or name another --out or --seed."
+            )
 
 
-def _refuse_recorded(results: Path, folder: Path, name: str, recipe: "Recipe", seeds: Sequence[int]) -> None:
-    """No run may take the place of another that is recorded: which of the two counts is no choice."""
+def _check_resumable(jobs: Sequence[Job], out: Path) -> None:
+    """Raise if none of the runs was started."""
+    if any(job.folder.is_dir() for job in jobs):
+        return
+    there = sorted(path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
+    held = (
+        f"{out} holds {', '.join(there[:5])}{', ...' if len(there) > 5 else ''}"
+        if there
+        else f"{out} holds no run"
+    )
+    raise ValueError(
+        f"--resume must find a run to resume. Got none at {jobs[0].folder}; {held}. Repeat the options of "
+        "the interrupted command, or start a new run without --resume."
+    )
+
+
+def _check_unrecorded(jobs: Sequence[Job], results: Path) -> None:
+    """Raise if another run is recorded under the same name: nobody may choose between the two."""
     from ..reproduction.record import file_name, read
     from ..reproduction.run import same_training
 
-    own = [found for path in folder.glob("**/record.json") if (found := read(path))]
-    for path in (results / "records" / file_name(name, recipe.hash, seed) for seed in seeds):
-        record = read(path)
+    for job in jobs:
+        path = results / "records" / file_name(job.name, job.recipe.hash, job.seed)
+        record, own = read(path), read(job.folder / "record.json")
         if record is None or not record.complete:
             continue
-        if not any(same_training(record, other) for other in own):  # the run itself may be measured again
+        if own is None or not same_training(record, own):  # the run itself may be evaluated again
             raise ValueError(
-                f"{path} must not be there yet. It is the record of this very run, trained before. Name "
+                f"{path} must not exist yet. It is the record of another run of this recipe and seed. Name "
                 "another --results or --seed, leave out --results, or move it away."
             )
 
 
-def _tell_absent_classes(recipe: "Recipe") -> None:
-    """Few examples are drawn from the classes in turn: fewer than classes leave some out."""
+def _warn_of_absent_classes(recipe: "Recipe") -> None:
+    """A subset takes examples from each class in turn: fewer examples than classes leave some out."""
     info = DATASETS.get(recipe.data or "")
-    if info is None or recipe.subset is None or info.dense:  # of pixels, one image has both
+    if info is None or recipe.subset is None or info.dense:  # one image has pixels of all classes
         return
     if (absent := len(info.classes) - recipe.subset) > 0:
-        few = f"{recipe.subset} example{'s leave' if recipe.subset > 1 else ' leaves'}"
-        note(f"{recipe.data} has {len(info.classes)} classes: {few} out {absent} of them.")
+        few = f"a subset of {recipe.subset}"
+        common.note(f"{recipe.data} has {len(info.classes)} classes: {few} leaves out {absent} of them.")
 
 
-def _show(records: "list[Record]", folder: Path, as_json: bool) -> None:
+def _show(done: "Sequence[tuple[Job, Record]]", as_json: bool) -> None:
     rows = [
         {
+            "run": str(job.folder),
+            "name": record.name,
             "seed": record.seed,
+            "examples": record.test_examples,
             "top1": record.errors["expected"]["top1"],
             "oracle": record.errors["expected"]["oracle"],
             "member": round(fmean(record.members), 6),
             "ece": record.calibration["ece"],
             "seconds": record.seconds,
         }
-        for record in records
+        for job, record in done
     ]
     if as_json:
-        print_json({"run": str(folder), "name": records[0].name, "results": rows})
+        common.print_json(rows)
         return
-    columns = ("seed", ">top-1 %", ">oracle %", ">members alone %", ">ECE %", ">seconds")
-    title = f"{records[0].name}: errors on {records[0].test_examples:,} test images"
-    lines = [[row["seed"], *map(number, list(row.values())[1:])] for row in rows]
-    if len(rows) > 1:
-        from ..reproduction.record import spread
+    for name in dict.fromkeys(row["name"] for row in rows):
+        _print_runs([row for row in rows if row["name"] == name])
+    for row in rows:
+        typer.echo(row["run"])  # not wrapped, to be copied
 
-        spreads = (spread([row[key] for row in rows]) for key in list(rows[0])[1:-1])
+
+def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
+    """The seeds of one recipe."""
+    from ..reproduction.record import spread
+
+    keys = ("top1", "oracle", "member", "ece", "seconds")
+    lines = [[row["seed"], *(common.number(row[key]) for key in keys)] for row in rows]
+    if len(rows) > 1:
+        spreads = (spread([row[key] for row in rows]) for key in keys[:-1])
         lines.append(["mean", *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in spreads), ""])
-    print_table(columns, lines, title=title)
-    typer.echo(f"\n{folder}")
+    columns = ("seed", ">top-1 %", ">oracle %", ">member %", ">ECE %", ">seconds")
+    common.print_table(
+        columns, lines, title=f"{rows[0]['name']}: errors on {rows[0]['examples']:,} test images"
+    )
+    typer.echo()
+
+
+def tune(
+    recipe: Annotated[str, Argument(metavar="RECIPE", help="A CMCL recipe from `cmcl list`.")],
+    root: common.Root = None,
+    out: common.RunsFolder = Path("runs"),
+    betas: Annotated[
+        str | None, Option(metavar="B,B,...", help="Values of beta [default: the paper's].")
+    ] = None,
+    overlaps: Annotated[
+        str | None, Option(metavar="K,K,...", help="Values of K [default: the paper's].")
+    ] = None,
+    setting: common.Settings = None,
+    validation: Annotated[float, Option(help="Fraction of the training data to hold out.")] = 0.1,
+    eta: Annotated[
+        int, Option(min=2, help="One of eta candidates is kept, and trains eta times longer.")
+    ] = 3,
+    seeds: Annotated[int, Option(min=1, help="Seeds over which a candidate's error is averaged.")] = 1,
+    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw the search to an .svg or .png.")] = None,
+    device: common.Device = "auto",
+    precision: common.Precision = "auto",
+    quiet: common.Quiet = False,
+    as_json: common.AsJson = False,
+) -> None:
+    """Choose beta and K on held-out data.
+
+    Successive halving: better candidates train longer. Only the chosen one is evaluated on test data. The
+    same command resumes an interrupted search.
+    """
+    from ..reproduction.tuning import check_plot
+    from ..reproduction.tuning import plot as draw
+    from ..reproduction.tuning import tune as search
+
+    changes = common.parse_pairs(setting, "--set")
+    if searched := [name for name in SEARCHED if name in changes]:
+        raise ValueError(
+            f"--set must name a field that is not searched. Got {searched[0]}. Use {SEARCHED[searched[0]]}."
+        )
+    name, changed = _searched_recipe(recipe, changes)
+    if plot is not None:
+        check_plot(plot)
+    common.check_writable(plot, "--plot")
+    common.check_writable(out, "--out", folder=True)
+    with common.stoppable():
+        result = search(
+            name,
+            out=out,
+            recipe=changed,
+            betas=common.parse_numbers(betas, float, "--betas"),
+            overlaps=common.parse_numbers(overlaps, int, "--overlaps"),
+            validation=validation,
+            eta=eta,
+            seeds=list(range(seeds)),
+            root=root,
+            options=common.run_options(device, precision, quiet=True),
+            say=(lambda line: None) if quiet else common.note,
+        )
+    if plot is not None:
+        draw(result, plot)
+    if as_json:
+        common.print_json(result)
+        return
+    lengths = [rung["length"] for rung in result["rungs"]]
+    title = f"{name}: held-out top-1 error in %, {validation:.0%} of the training set"
+    common.print_table(
+        (">beta", ">K", *(f">{length}" for length in lengths)), _candidates(result), title=title
+    )
+    common.say(f"\nchosen: beta {result['beta']:g}, K {result['overlap']}; test error {result['test']:.2f} %")
+    common.say(f"trained without the {validation:.0%} held out: {result['run']}")
+    given = {"--root": root, "--out": out, "--seeds": seeds, "--device": device, "--precision": precision}
+    options = [word for key, value in given.items() if value != USUAL[key] for word in (key, str(value))]
+    chosen = ["--beta", f"{result['beta']:.15g}", "--overlap", str(result["overlap"])]
+    changed_fields = [word for pair in setting or () for word in ("--set", pair)]
+    command = shlex.join(["cmcl", "train", recipe, *chosen, *changed_fields, *options])
+    typer.echo(f"to train it on all data: {command}")
+
+
+def _searched_recipe(name: str, changes: Mapping[str, Any]) -> "tuple[str, Recipe]":
+    from ..reproduction.recipes import find
+
+    base = replace(find(name), overlap=1)  # the recipe's own K may be more than the members of --set
+    changed = change(base, changes)
+    loading.check_loadable(changed.data, "data", "cmcl.reproduction.tuning")
+    return changed_name(name, base, changed), changed
+
+
+def _candidates(result: dict[str, Any]) -> list[list[Any]]:
+    """A row for each candidate, those of the most rounds and the lowest error first."""
+    errors: dict[str, list[float]] = {}
+    values = {row["name"]: row for row in result["rungs"][0]["rows"]}
+    for rung in result["rungs"]:
+        for row in rung["rows"]:
+            errors.setdefault(row["name"], []).append(row["held_out"])
+    order = sorted(errors, key=lambda name: (-len(errors[name]), errors[name][-1]))
+    missing = [None] * len(result["rungs"])
+    return [
+        [
+            f"{values[name]['beta']:g}",
+            values[name]["overlap"],
+            *map(common.number, errors[name]),
+            *missing[len(errors[name]) :],
+        ]
+        for name in order
+    ]

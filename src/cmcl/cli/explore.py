@@ -1,0 +1,304 @@
+"""`cmcl demo`, `cmcl list` and `cmcl layers`: see what cmcl does and what it has."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from . import common
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..reproduction.record import Record
+
+METHODS = {"single": "one network", "ie": "independent ensemble", "mcl": "MCL", "cmcl": "CMCL"}
+MORE_SEEDS = {  # --segmentation or not -> where results of several seeds are
+    False: "the README has means over twenty seeds",
+    True: "results/demo-seeds-segmentation.txt has five seeds",
+}
+ECE = (
+    "CMCL is underconfident, so its ECE is high: near-uniform predictions of non-specialists are part of the "
+    "average. Temperature scaling fixes this: docs/rejecting.md."
+)
+NETWORKS = {  # name -> description; plain text, so that `cmcl list` does not load torch
+    "cnn": "two convolutions, the small network of Tables 1 and 2",
+    "vggnet17": "VGGNet with 17 layers, Table 3",
+    "googlenet18": "GoogLeNet with 18 layers, Table 3",
+    "resnet20": "ResNet with 20 layers, Table 3",
+    "fcn": "fully convolutional, a class per pixel, figures 3 and 4",
+}
+KINDS = ("recipes", "networks", "data")
+GROUPS = {  # first table or figure of a recipe -> title
+    "": "Small recipes, for any computer and without a download",
+    "table1": "Table 1: a small CNN on CIFAR-10",
+    "table3": "Table 3: large networks on CIFAR-10 and SVHN",
+    "table2": "Table 2: the grid over M and K",
+    "fig": "Figures 2 to 4: adversarial training, ten members, segmentation of iCoseg",
+}
+GRID = ("table2", "fig")  # groups of `cmcl list --all`
+
+
+def demo(
+    out: Annotated[Path, Option("--out", "-o", help="Folder for the runs and the report page.")] = Path(
+        "cmcl-demo"
+    ),
+    segmentation: Annotated[bool, Option("--segmentation", help="Segment drawn scenes, not digits.")] = False,
+    seed: common.Seed = 3,  # of 0 to 4, on which the recipes were chosen, the one with the median gain
+    quiet: common.Quiet = False,
+    as_json: common.AsJson = False,
+) -> None:
+    """Compare one network, IE, MCL and CMCL in about a minute.
+
+    Needs no download. Writes a report page into the folder.
+    """
+    common.check_writable(out, "--out", folder=True)
+    live = sys.stderr.isatty() and not quiet
+    with common.stoppable():
+        found = run_demo(
+            out,
+            segmentation=segmentation,
+            seed=seed,
+            quiet=not live,
+            progress=(lambda line: None) if quiet else lambda line: common.say(line, err=True),
+        )
+    if as_json:
+        common.print_json(found)
+        return
+    rows = [
+        (title, *(common.number(found[method][key]) for key in ("top1", "oracle", "ece")))
+        for method, title in METHODS.items()
+    ]
+    common.print_table(("method", ">top-1 error %", ">oracle error %", ">ECE %"), rows)
+    common.say("\nTop-1: the averaged prediction is wrong. Oracle: every member is wrong.")
+    common.say(f"One seed on so few test images is noisy: {MORE_SEEDS[segmentation]}.\n{ECE}")
+    if found["report"] is not None:
+        typer.echo(f"\nReport: {found['report']}")
+
+
+def run_demo(
+    out: Path, *, segmentation: bool, seed: int, quiet: bool, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Train the four methods and write the report page.
+
+    Returns `top1`, `oracle` and `ece` in percent for each method, and `report`, the path of the page or None.
+    Runs that `out` already holds are not trained again.
+    """
+    from ..reproduction.run import run
+    from ..training import Options
+
+    found: dict[str, Any] = {}
+    options = Options(device="cpu", quiet=quiet, evaluate_every=3)
+    with one_thread():
+        for i, (method, title) in enumerate(METHODS.items(), 1):
+            name = f"{'shapes-160' if segmentation else 'digits-300'}-{method}"
+            progress(f"{i}/{len(METHODS)} {title} ({name})")
+            started = time.perf_counter()
+            (record,) = run(name, [seed], out=out, options=options)
+            found[method] = scores(record)
+            progress(f"    top-1 error {found[method]['top1']:.1f} %, {time.perf_counter() - started:.0f} s")
+    return found | {"report": _write_report(out)}
+
+
+def scores(record: "Record") -> dict[str, float]:
+    """What the demo shows of a record, in percent."""
+    errors = record.errors["expected"]
+    return {"top1": errors["top1"], "oracle": errors["oracle"], "ece": record.calibration["ece"]}
+
+
+def _write_report(out: Path) -> str | None:
+    """The path of the report page; None without the libraries that draw it."""
+    from ..report import write
+
+    try:
+        return str(write([out], out / "report.html"))
+    except ImportError as error:  # its message says how to install them
+        common.note(f"no report page: {error}")
+        return None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Layers this small lose more to a second thread than they gain."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def show(
+    kind: Annotated[
+        str | None, Argument(metavar="recipes|networks|data", help="Default: everything.")
+    ] = None,
+    everything: Annotated[bool, Option("--all", help="Also list the paper's grid over M and K.")] = False,
+    as_json: common.AsJson = False,
+) -> None:
+    """List recipes with the paper's errors, networks and datasets."""
+    from ..data.registry import nearest
+
+    if kind is not None and kind not in KINDS:
+        raise ValueError(
+            f"list must be one of {', '.join(KINDS)}. Got {kind!r}. {nearest(kind, list(KINDS))}"
+        )
+    found = {name: entries for name, entries in _everything().items() if kind in (None, name)}
+    if as_json:
+        common.print_json(found)
+        return
+    for i, (name, entries) in enumerate(found.items()):
+        if i:
+            typer.echo()
+        if name == "recipes":
+            _print_recipes(entries, everything)
+        else:
+            title = "Datasets" if name == "data" else "Networks"
+            common.print_table(
+                ("name", "description"), [(e["name"], e["description"]) for e in entries], title=title
+            )
+
+
+def _everything() -> dict[str, list[dict[str, Any]]]:
+    from ..data import DATASETS
+    from ..reproduction import RECIPES
+
+    return {
+        "recipes": [_recipe(name) for name in RECIPES],
+        "networks": [{"name": name, "description": text} for name, text in NETWORKS.items()],
+        "data": [{"name": name, "description": info.description} for name, info in DATASETS.items()],
+    }
+
+
+def _recipe(name: str) -> dict[str, Any]:
+    """A recipe in short, with the cells of the paper that it fills and the paper's errors there."""
+    from ..reproduction import CELLS, RECIPES
+
+    recipe = RECIPES[name]
+    cells = [cell for cell in CELLS if cell.name == name]
+    paper = next((cell.paper for cell in cells if cell.paper and not cell.single), None)
+    first = cells[0].where[0] if cells else ""
+    kind = METHODS[recipe.method] if recipe.members > 1 else METHODS["single"]
+    words = [
+        kind if recipe.members == 1 else f"{kind}, M={recipe.members}",
+        f"K={recipe.objective['overlap']}" if recipe.method != "ie" else "",
+        "sharing" if recipe.sharing else "",
+        "sampled labels" if recipe.objective["labels"] == "sampled" else "",
+        "adversarial" if recipe.adversarial else "",
+        f"subset of {recipe.subset}" if recipe.subset else "",
+    ]
+    return {
+        "name": name,
+        "description": ", ".join(word for word in words if word),
+        "group": "fig" if first.startswith("fig") else first,
+        "data": recipe.data,
+        "network": recipe.network,
+        "method": recipe.method,
+        "members": recipe.members,
+        "overlap": recipe.objective["overlap"],
+        "sharing": recipe.sharing,
+        "labels": recipe.objective["labels"],
+        "paper": None if paper is None else dict(paper),
+        "cells": [cell.id for cell in cells],
+    }
+
+
+def _print_recipes(recipes: list[dict[str, Any]], everything: bool) -> None:
+    typer.echo("Recipes: M members, K specialists of each example, the paper's top-1 and oracle error in %")
+    for group, title in GROUPS.items():
+        if group in GRID and not everything:
+            continue
+        typer.echo()
+        own = [recipe for recipe in recipes if recipe["group"] == group]
+        columns, errors = ["recipe", "description"], ("top1", "oracle")
+        rows = [[r["name"], r["description"]] for r in own]
+        if any(r["paper"] for r in own):
+            columns += [">top-1", ">oracle"]
+            rows = [
+                [*row, *(common.number((r["paper"] or {}).get(e)) for e in errors)]
+                for row, r in zip(rows, own, strict=True)
+            ]
+        common.print_table(columns, rows, title=title)
+    if not everything:
+        hidden = sum(recipe["group"] in GRID for recipe in recipes)
+        typer.echo(f"\n{hidden} more recipes of Table 2 and figures 2 to 4: cmcl list recipes --all")
+
+
+def layers(
+    network: Annotated[str, Argument(help="A name from `cmcl list networks`, or your own MODULE:FUNCTION.")],
+    shape: Annotated[str, Option("--input", metavar="C,H,W", help="Shape of one input.")] = "3,32,32",
+    tokens: Annotated[int | None, Option(metavar="COUNT", help="Inputs are token ids below COUNT.")] = None,
+    option: Annotated[
+        common.Pairs, Option(metavar="NAME=VALUE", help="Of the network, such as classes=100.")
+    ] = None,
+    usable: Annotated[
+        bool, Option("--usable", help="Only layers after which features can be shared.")
+    ] = False,
+    as_json: common.AsJson = False,
+) -> None:
+    """List the layers after which features can be shared.
+
+    Shows the shape of their outputs and the suggested one.
+    """
+    from ..splitting import shareable_layers
+
+    module = _build(network, common.parse_pairs(option, "--option"))
+    with common.input_errors(
+        f"--input (and --tokens) must describe an input that {network} takes. Got {shape};"
+    ):
+        found = shareable_layers(module, _input(shape, tokens))
+    if usable:
+        found = [layer for layer in found if layer.problem is None]
+    if as_json:
+        common.print_json([layer._asdict() for layer in found])
+        return
+    rows = [
+        (
+            layer.name,
+            layer.kind,
+            None if layer.shape is None else " × ".join(map(str, layer.shape)),
+            "suggested" if layer.suggested else layer.problem or ("skips pass by" if layer.bypassed else ""),
+        )
+        for layer in found
+    ]
+    common.print_table(["share_after", "kind", "output", "note"], rows)
+
+
+def _build(name: str, options: dict[str, Any]) -> "nn.Module":
+    """The network of that name, ours or the user's."""
+    from torch import nn
+
+    from ..networks import NETWORKS
+
+    if name in NETWORKS:
+        function: Callable[..., Any] = NETWORKS[name]
+    else:
+        function = common.import_function(name, f"the network must be one of {', '.join(NETWORKS)}, or")
+    try:
+        module = function(**options)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a function that takes the options given. {error}.") from error
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} must return a torch.nn.Module. Got {type(module).__name__}.")
+    return module
+
+
+def _input(shape: str, tokens: int | None) -> "Tensor":
+    """Two inputs of that shape: zeros, or token ids."""
+    import torch
+
+    try:
+        sizes = [int(size) for size in shape.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise ValueError(f"--input must be sizes of one input, such as 3,32,32. Got {shape!r}.")
+    if tokens is not None:
+        return torch.randint(tokens, (2, *sizes), generator=torch.Generator().manual_seed(0))
+    return torch.zeros(2, *sizes)

@@ -1,0 +1,458 @@
+"""`cmcl evaluate`, `predict`, `calibrate` and `export`: use a trained ensemble.
+
+M members, N images, C classes.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from .._files import read_json, replacing
+from ..data.registry import DATASETS
+from . import common, loading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from ..calibration import Threshold
+    from ..data.dataset import Dataset
+    from ..data.images import Pixels
+    from ..ensemble import Ensemble, Prediction
+
+COLUMNS = {  # metric -> its column
+    "top1": ">top-1 %",
+    "picked": ">picked %",
+    "oracle": ">oracle %",
+    "member": ">member %",
+    "ece": ">ECE %",
+    "entropy": ">entropy",
+    "ood_entropy": ">OOD entropy",
+    "auroc": ">AUROC",
+}
+SUFFIXES = {".onnx": "onnx", ".pt2": "torch"}  # of an exported file -> its format
+BATCH = 250
+
+
+def evaluate(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders or saved ensembles.")],
+    data: common.Data = None,
+    root: common.Root = None,
+    option: common.DataOption = None,
+    ood: Annotated[
+        str | None, Option(metavar="DATASET", help="Out-of-distribution images, such as svhn.")
+    ] = None,
+    ood_root: Annotated[Path | None, Option(help="Folder of --ood, if it is not --root.")] = None,
+    ood_option: Annotated[
+        common.Pairs, Option(metavar="NAME=VALUE", help="Of --ood, such as size=[32,32].")
+    ] = None,
+    limit: common.Limit = None,
+    batch_size: Annotated[int, Option(min=1, help="Images in a batch.")] = BATCH,
+    network: common.OwnNetwork = None,
+    logits: common.OwnLogits = None,
+    device: common.Device = "auto",
+    as_json: common.AsJson = False,
+) -> None:
+    """Measure trained ensembles on test images.
+
+    Errors and calibration in percent, entropy in nats. --ood adds the entropy on out-of-distribution images
+    and the AUROC of detecting them by it.
+    """
+    from ..data.dataset import evenly_spaced
+
+    if ood is None and (ood_root or ood_option):
+        raise ValueError("--ood must name the dataset of --ood-root and --ood-option. Got none.")
+    device = common.check_device(device)
+    outside = None if ood is None else evenly_spaced(loading.load_ood(ood, ood_root, root, ood_option), limit)
+    loaded: dict[str | None, Dataset] = {}
+    results: list[dict[str, Any]] = []
+    for run in runs:
+        folder = loading.ensemble_folder(run)
+        label, name = loading.label_of(folder), data or loading.data_of(folder)
+        if name not in loaded:
+            loaded[name] = loading.load_test(folder, name, root, option)
+        test = evenly_spaced(loaded[name], limit)
+        ensemble = loading.load_ensemble(folder, root=root, device=device, network=network, logits=logits)
+        loading.check_takes(ensemble, test, "--data")
+        if outside is not None:
+            loading.check_takes(ensemble, outside, "--ood")
+        test = loading.align_classes(ensemble, test)
+        about = {"run": str(run), "name": label, "data": name, "examples": len(test), "ood": ood}
+        results.append(about | _measure(ensemble, label, test, outside, batch_size))
+    if as_json:
+        common.print_json(results)
+        return
+    for name, whole in loaded.items():
+        _print_scores([result for result in results if result["data"] == name], len(whole))
+
+
+def _print_scores(results: list[dict[str, Any]], available: int) -> None:
+    """The ensembles evaluated on one dataset; seeds of one recipe have a mean."""
+    first, keys = results[0], [key for key in COLUMNS if key in results[0]]
+    of_all = f" of {available:,}" if first["examples"] < available else ""
+    title = f"{first['data']}: {first['examples']:,}{of_all} test images"
+    rows = [[result["name"], *(common.number(result[key]) for key in keys)] for result in results]
+    if len(rows) > 1 and len({result["name"].rpartition("--seed")[0] for result in results}) == 1:
+        rows.append(["mean", *(common.number(fmean(result[key] for result in results)) for key in keys)])
+    title += f", OOD: {first['ood']}" if first["ood"] else ""
+    common.print_table(("ensemble", *(COLUMNS[key] for key in keys)), rows, title=title)
+
+
+def _measure(
+    ensemble: "Ensemble", label: str, test: "Dataset", outside: "Dataset | None", batch: int
+) -> dict[str, float]:
+    from .. import metrics
+    from ..data.dataset import default_ignore_index
+
+    scores = metrics.Accumulator(curves=outside is not None)
+    for probs, targets in zip(_probs(ensemble, test, batch, label), test.targets.split(batch), strict=True):
+        scores.update(probs, targets, ignore_index=default_ignore_index(targets, probs.shape[2]))
+    for probs in () if outside is None else _probs(ensemble, outside, batch, f"{label}, OOD"):
+        scores.update_ood(probs)
+    found = scores.compute()
+    errors = {f"{name}_error": name for name in ("top1", "picked", "oracle", "member")} | {"ece": "ece"}
+    values = {name: metrics.percent(found[key]) for key, name in errors.items()}
+    return values | {key: round(found[key], 6) for key in ("entropy", "ood_entropy", "auroc") if key in found}
+
+
+def _probs(ensemble: "Ensemble", data: "Dataset", batch_size: int, title: str) -> "Iterator[Tensor]":
+    """The members' probabilities (M, B, C, ...) of each batch, with a progress bar on a terminal."""
+    from ..telling import watched
+
+    for part in watched(data.images.split(batch_size), title):
+        yield ensemble.predict(part).member_probs.cpu()
+
+
+def calibrate(
+    run: common.Run,
+    data: common.Data = None,
+    root: common.Root = None,
+    option: common.DataOption = None,
+    risk: Annotated[float, Option(min=1e-9, help="Error rate to allow among the predictions made.")] = 0.01,
+    confidence: Annotated[float, Option(help="Confidence level of the guarantee.")] = 0.95,
+    score: Annotated[
+        str, Option(help="Uncertainty to abstain by: confidence, mean_entropy, ...")
+    ] = "confidence",
+    limit: common.Limit = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="JSON file that gets the threshold.")] = None,
+    network: common.OwnNetwork = None,
+    logits: common.OwnLogits = None,
+    device: common.Device = "auto",
+    as_json: common.AsJson = False,
+) -> None:
+    """Find when to abstain, for a given error rate.
+
+    Fits a threshold on every second test image and tests it on the others. With the given confidence, at most
+    the given fraction of the predictions made is wrong. This holds for new images from the same distribution,
+    if risk, confidence and score are chosen beforehand. Exit code 1: no threshold reaches the risk.
+    """
+    from ..calibration import ABSTAIN, check_promise, decide
+    from ..calibration import calibrate as fit_threshold
+    from ..data.dataset import evenly_spaced
+    from ..serialization import saved_checksum
+
+    check_promise(risk, confidence, score)
+    common.check_writable(out, "--out")
+    folder, device = loading.ensemble_folder(run), common.check_device(device)
+    test = evenly_spaced(loading.load_test(folder, data, root, option), limit)
+    ensemble = loading.load_ensemble(folder, root=root, device=device, network=network, logits=logits)
+    loading.check_takes(ensemble, test, "--data")
+    test = loading.align_classes(ensemble, test)
+    probs = ensemble.predict(test.images, batch_size=BATCH).member_probs
+    threshold = fit_threshold(probs[:, ::2], test.targets[::2], risk=risk, confidence=confidence, score=score)
+    threshold = replace(threshold, weights=saved_checksum(folder))
+    predictions, truth = decide(probs[:, 1::2], threshold), test.targets[1::2]
+    made = predictions != ABSTAIN
+    tested = {
+        "examples": len(truth),
+        "predicted": int(made.sum()),
+        "errors": int((predictions[made] != truth[made]).sum()),
+    }
+    if as_json:
+        common.print_json({"threshold": threshold.to_json(), "tested": tested})
+    else:
+        common.say(f"{threshold}.")
+        coverage = tested["predicted"] / tested["examples"]
+        common.say(
+            f"On {tested['examples']:,} other images: coverage {coverage:.1%}, {tested['errors']} of "
+            f"{tested['predicted']:,} predictions wrong."
+        )
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as part:
+            part.write_text(json.dumps(threshold.to_json(), indent=1) + "\n", encoding="utf-8")
+    if not threshold.reached:
+        common.note(f"no threshold reaches a risk of {risk:g}: the ensemble would abstain on every image.")
+        raise typer.Exit(common.FAILED)
+
+
+def export(
+    run: common.Run,
+    out: Annotated[Path, Option("--out", "-o", help="File to write: model.onnx or model.pt2.")],
+    format: Annotated[
+        str | None, Option(help="onnx, or torch for torch.export [default: by the suffix].")
+    ] = None,
+    root: common.Root = None,
+    example: Annotated[
+        Path | None, Option(metavar="FILE.npy", help="Inputs to compare on [default: test images].")
+    ] = None,
+    limit: Annotated[int, Option(min=2, help="Number of test examples to compare on.")] = 200,
+    network: common.OwnNetwork = None,
+    logits: common.OwnLogits = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Write an ensemble to one file: ONNX or torch.export.
+
+    Preprocessing, members and averaging are one graph, compared with PyTorch on real images. Input: uint8
+    images (batch, channels, height, width). Outputs: probs, member_probs, entropy, chosen.
+    """
+    from ..export import export as write
+    from ..serialization import saved_checksum
+
+    format = _format(out, format)
+    common.check_writable(out, "--out")
+    folder = loading.ensemble_folder(run)
+    inputs = _read_inputs(example) if example else _test_images(folder, root, limit)
+    ensemble = loading.load_ensemble(folder, root=root, network=network, logits=logits)
+    done = write(ensemble, out, inputs, format=format, checksum=saved_checksum(folder))
+    if as_json:
+        common.print_json(done._asdict() | {"path": str(done.path)})
+        return
+    common.say(f"{done.path}: {done.path.stat().st_size / 2**20:.1f} MiB, input {done.input}")
+    common.say(f"agrees with PyTorch on {done.examples:,} inputs; largest differences:")
+    for name, value in done.differences.items():
+        common.say(f"  {name:<12}  {value:.1e}")
+
+
+def _format(out: Path, format: str | None) -> str:
+    by_suffix = SUFFIXES.get(out.suffix)
+    if format is None and by_suffix is None:
+        raise ValueError(
+            f"--out must end in .onnx or .pt2, or --format must name the format. Got {out.name!r}."
+        )
+    if format is not None and by_suffix not in (None, format):
+        raise ValueError(
+            f"--out must have the suffix of --format {format}. Got {out.name!r}, a name for {by_suffix}."
+        )
+    return format or str(by_suffix)
+
+
+def _test_images(folder: Path, root: Path | None, count: int) -> "Tensor":
+    from ..data import load
+
+    name = loading.data_of(folder)
+    if name is None:
+        raise ValueError(
+            f"--example must name a .npy file: {folder} does not record its training data. Got none."
+        )
+    return load(name, split="test", root=root)[:count].images
+
+
+def _read_inputs(path: Path) -> "Tensor":
+    import numpy as np
+    import torch
+
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except (ValueError, EOFError, TypeError) as error:
+        raise ValueError(f"--example must be a .npy file of numbers. Got {path} ({error}).") from None
+
+
+def predict(
+    run: common.Run,
+    images: Annotated[list[Path], Argument(metavar="IMAGES...", help="Image files, or folders of them.")],
+    root: common.Root = None,
+    resize: Annotated[bool, Option("--resize", help="Resize images to the ensemble's size.")] = False,
+    threshold: Annotated[
+        Path | None, Option(metavar="FILE", help="File of `cmcl calibrate -o`, to abstain by.")
+    ] = None,
+    network: common.OwnNetwork = None,
+    logits: common.OwnLogits = None,
+    device: common.Device = "auto",
+    as_json: common.AsJson = False,
+) -> None:
+    """Predict the classes of image files.
+
+    Shows the predictions of the ensemble and of each member, with confidence and entropy, and the most
+    confident member.
+    """
+    paths, folder = _image_paths(images), loading.ensemble_folder(run)
+    abstain = None if threshold is None else _read_threshold(threshold, folder)
+    ensemble = loading.load_ensemble(
+        folder, root=root, device=common.check_device(device), network=network, logits=logits
+    )
+    pixels, failed = _read_images(paths, ensemble, loading.data_of(folder), resize)
+    predicted = _predict(ensemble, pixels, run, abstain) if pixels else {}
+    if as_json:
+        common.print_json(
+            [predicted.get(path) or {"image": str(path), "error": failed[path]} for path in paths]
+        )
+    else:
+        _print_predictions(list(predicted.values()))
+        for reason in failed.values():
+            common.note(reason)
+    if failed:
+        raise typer.Exit(common.FAILED)
+
+
+def _image_paths(given: list[Path]) -> list[Path]:
+    """The files, with a folder replaced by the images directly in it, by name."""
+    from ..data.images import image_files
+
+    found: list[Path] = []
+    for path in given:
+        if path.is_dir():
+            inside = image_files(path)
+            if not inside:
+                raise ValueError(f"{path} must hold images. Got none; folders inside it are not searched.")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise FileNotFoundError(f"{path} must be an image file or a folder of images. Got no such file.")
+    return found
+
+
+def _read_threshold(path: Path, folder: Path) -> "Threshold":
+    """The threshold in a file; one of another ensemble would guarantee nothing."""
+    from ..calibration import Threshold
+    from ..serialization import saved_checksum
+
+    hint = f"Write it with: cmcl calibrate {folder} -o {path}."
+    try:
+        threshold = Threshold.from_json(read_json(path))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"--threshold must be a file of `cmcl calibrate`. Got {path}: {error} {hint}"
+        ) from None
+    if threshold.weights not in (None, saved_checksum(folder)):  # None: written by the library
+        got = f"Got {path}, of an ensemble with other weights"
+        raise ValueError(f"--threshold must be calibrated for {folder}. {got}. {hint}")
+    if not threshold.reached:
+        common.note(f"{path}: {threshold}.")
+    return threshold
+
+
+def _read_images(
+    paths: list[Path], ensemble: "Ensemble", data: str | None, resize: bool
+) -> tuple[dict[Path, "Pixels"], dict[Path, str]]:
+    """The images (C, H, W), all of one size, and the reasons why others cannot be used."""
+    from ..data.images import outcomes, read_image, stored_size
+
+    channels, size = _image_shape(ensemble, data)
+    if resize and size is None:
+        raise ValueError(
+            "--resize must know a size, and this ensemble records none. Resize the images yourself."
+        )
+    any_size = getattr(ensemble.members[0], "name", "") == "fcn"
+    needed = None if any_size or resize else size
+
+    def read(path: Path) -> "Pixels":
+        stored = stored_size(path)
+        if needed and sorted(stored) != sorted(needed):  # sorted: a photo may be stored on its side
+            raise _wrong_size(path, stored, needed)  # before its pixels, which may fill the memory, are read
+        array = read_image(path, size if resize else None, "L" if channels == 1 else "RGB")
+        if needed and array.shape[1:] != needed:
+            raise _wrong_size(path, array.shape[1:], needed)
+        return array
+
+    found = dict(zip(paths, outcomes(read, paths), strict=True))
+    failed = {path: str(one) for path, one in found.items() if isinstance(one, Exception)}
+    pixels = {path: one for path, one in found.items() if not isinstance(one, Exception)}
+    first = next((array.shape[1:] for array in pixels.values()), ())
+    for path in [path for path, array in pixels.items() if array.shape[1:] != first]:  # one batch, one size
+        failed[path] = str(_wrong_size(path, pixels.pop(path).shape[1:], first))
+    return pixels, failed
+
+
+def _wrong_size(path: Path, got: tuple[int, ...], needed: tuple[int, ...]) -> ValueError:
+    came, must = (" x ".join(map(str, size)) for size in (got, needed))
+    return ValueError(f"{path} must be {must} pixels (height x width). Got {came}. Pass --resize.")
+
+
+def _image_shape(ensemble: "Ensemble", data: str | None) -> tuple[int, tuple[int, int] | None]:
+    """Channels of an image, and its (height, width) where it is known."""
+    if data in DATASETS and (shape := DATASETS[data].shape):
+        return shape[0], shape[1:]
+    options: dict[str, Any] = getattr(ensemble.members[0], "options", {})
+    size = options.get("size")
+    mean = None if ensemble.transform is None else ensemble.transform.state()[1].get("mean")
+    fitted = 3 if mean is None or mean.ndim < 3 else mean.shape[-3]
+    return options.get("channels") or fitted, (size, size) if size else None
+
+
+def _predict(
+    ensemble: "Ensemble", pixels: dict[Path, "Pixels"], run: Path, threshold: "Threshold | None"
+) -> dict[Path, dict[str, Any]]:
+    """The prediction for each image, as JSON values."""
+    import numpy as np
+    import torch
+
+    images = torch.from_numpy(np.stack(list(pixels.values())))  # (N, C, H, W)
+    height, width = images.shape[2:]
+    with common.input_errors(f"images must have the size that {run} was trained on. Got {height} x {width};"):
+        found = ensemble.predict(images, batch_size=BATCH)
+    names, count = ensemble.classes or (), found.probs.shape[1]
+    known = names if len(names) <= count else ()
+    classes = [*known, *(str(i) for i in range(len(known), count))]
+    extra = [{}] * len(pixels) if threshold is None else _abstentions(found.member_probs, threshold)
+    return {path: _row(path, found, i, classes) | extra[i] for i, path in enumerate(pixels)}
+
+
+def _abstentions(member_probs: "Tensor", threshold: "Threshold") -> list[dict[str, Any]]:
+    """The uncertainty of each image by the threshold's score, and whether the ensemble abstains."""
+    from ..calibration import ABSTAIN, decide, uncertainty
+
+    if member_probs.ndim > 3:
+        raise ValueError("--threshold must be used where an image has one class. Got a class per pixel.")
+    scores = uncertainty(member_probs, threshold.score).tolist()  # not rounded: compared with the file's
+    abstained = (decide(member_probs, threshold) == ABSTAIN).tolist()
+    return [{"score": score, "abstained": away} for score, away in zip(scores, abstained, strict=True)]
+
+
+def _row(path: Path, found: "Prediction", i: int, classes: list[str]) -> dict[str, Any]:
+    members, chosen = found.member_probs[:, i], int(found.chosen[i])  # (M, C, ...)
+    dense = members.ndim > 2
+    each = [
+        _top_class(probs, classes) | {"entropy": round(entropy, 6)}
+        for probs, entropy in zip(members, found.entropy[:, i].tolist(), strict=True)
+    ]
+    # Dense: the prediction of the most confident member, as in the paper's figure 3.
+    prediction = _top_class(members[chosen] if dense else found.probs[i], classes)
+    averaged = {} if dense else {"probs": [round(p, 6) for p in found.probs[i].tolist()]}
+    return {"image": str(path), "prediction": prediction, **averaged, "chosen": chosen, "members": each}
+
+
+def _top_class(probs: "Tensor", classes: list[str]) -> dict[str, Any]:
+    """The most probable class (C,); for pixels (C, H, W), fractions of classes and the mean confidence."""
+    confidence, index = probs.max(0)
+    if probs.ndim > 1:
+        fractions = index.flatten().bincount(minlength=len(probs)) / index.numel()
+        names = dict(zip(classes, (round(100 * x, 6) for x in fractions.tolist()), strict=True))
+        return {"percent_of_pixels": names, "confidence": round(confidence.mean().item(), 6)}
+    return {"class": classes[int(index)], "index": int(index), "confidence": round(confidence.item(), 6)}
+
+
+def _print_predictions(predictions: list[dict[str, Any]]) -> None:
+    rows: list[tuple[Any, ...]] = []
+    for found in predictions:
+        mark = "abstains" if found.get("abstained") else ""
+        rows.append((found["image"], "ensemble", *_words(found["prediction"]), None, mark))
+        for m, member in enumerate(found["members"]):
+            mark = "most confident" if m == found["chosen"] else ""
+            rows.append(("", f"member {m}", *_words(member), f"{member['entropy']:.3f}", mark))
+    if rows:
+        common.print_table(("image", "model", "prediction", ">confidence", ">entropy", ""), rows)
+
+
+def _words(top: dict[str, Any]) -> tuple[str, str]:
+    confidence = f"{top['confidence']:.3f}"
+    if "class" in top:
+        return top["class"], confidence
+    return ", ".join(f"{name} {part:.0f} %" for name, part in top["percent_of_pixels"].items()), confidence

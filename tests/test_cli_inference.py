@@ -1,0 +1,635 @@
+"""`cmcl evaluate`, `predict`, `calibrate` and `export`, on a run of two steps and on a user's own network."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.io import savemat
+
+import cmcl as package
+from cmcl.calibration import Threshold, uncertainty
+from cmcl.cli.loading import align_classes, classes_of, data_of, search_root
+from cmcl.data.dataset import evenly_spaced
+from cmcl.data.registry import DATASETS
+from cmcl.data.transforms import MeanStd
+from cmcl.reproduction import find
+from cmcl.reproduction.run import run, run_folder
+
+CPU = ("--device", "cpu")
+QUIET = package.Options(device="cpu", quiet=True)
+DIGITS = find("digits-cmcl")
+TINY = replace(
+    find("digits-300-cmcl"),
+    members=3,
+    overlap=2,
+    epochs=None,
+    steps=2,
+    network_options=dict(DIGITS.network_options) | {"filters": [2, 4]},
+)
+MODULE = """
+import torch
+from torch import nn
+
+def network():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+
+class Dict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = network()
+
+    def forward(self, x):
+        return {"logits": self.inside(x)}
+
+def logits(out):
+    return out["logits"]
+
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run folder, to be read only."""
+    out = tmp_path_factory.mktemp("runs")
+    run(TINY, (0,), out=out, name="tiny-cmcl", options=QUIET)
+    return run_folder(out, "tiny-cmcl", TINY, (0,))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """What the tutorial leaves: runs/mine by `cmcl.record`, and an ensemble that was made with output=."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "my_own_net.py").write_text(MODULE)
+    names = {}
+    exec(MODULE, names)
+    train, test = (
+        evenly_spaced(package.data.load("digits", split=split), 100) for split in ("train", "test")
+    )
+    recipe = package.Recipe(members=2, overlap=1, steps=2, optimizer="adam", lr=0.01)
+    for name, network, output in (("mine", "network", None), ("dicts", "Dict", names["logits"])):
+        torch.manual_seed(0)
+        ensemble = package.Ensemble(names[network], 2, output=output)
+        folder = home / "runs" / name
+        result = package.fit(
+            ensemble, (train.images, train.targets), recipe=recipe, out=folder, options=QUIET
+        )
+        package.record(folder, ensemble, test, recipe=recipe, result=result)
+    for place in ("train/0", "train/1", "test/0", "test/1"):  # images of another size
+        (home / "images" / place).mkdir(parents=True)
+        Image.new("L", (9, 9)).save(home / "images" / place / "wide.png")
+    np.save(home / "inputs.npy", test.images[:6].numpy())
+    np.save(home / "float64.npy", test.images[:6].numpy() / 255)
+    np.save(home / "wide.npy", np.zeros((4, 1, 9, 9), np.float32))
+    (home / "text.npy").write_text("hello")
+    Image.fromarray(test.images[0, 0].numpy()).save(home / "digit.png")
+    Image.new("L", (9, 9)).save(home / "wide.png")
+    return home
+
+
+@pytest.fixture
+def here(home, monkeypatch):
+    """In that folder, which is no part of this process's path afterwards."""
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_own_net", raising=False)
+    return home
+
+
+MINE = ("--network", "my_own_net:network")
+DICTS = ("--network", "my_own_net:Dict", "--logits", "my_own_net:logits")
+FOLDER = ("--data", "folder", "--root", "images", "--option", "mode=L")
+
+
+@pytest.mark.parametrize(("name", "own"), [("mine", MINE), ("dicts", DICTS)])
+def test_own_network(cmcl, here, tmp_path, name, own):
+    words = (f"runs/{name}", "--data", "digits", *own, *CPU, "--json")
+    code, out, _ = cmcl("evaluate", *words, "--limit", 100)
+    record = json.loads((here / "runs" / name / "record.json").read_text())
+    assert code == 0
+    assert json.loads(out)[0]["top1"] == pytest.approx(record["errors"]["expected"]["top1"])
+    code, out, _ = cmcl("calibrate", *words, "--limit", 60, "--risk", 0.99)
+    assert code == 0
+    assert json.loads(out)["threshold"]["examples"] == 30
+    code, out, _ = cmcl("predict", f"runs/{name}", "digit.png", *own, *CPU, "--json")
+    (found,) = json.loads(out)
+    assert code == 0
+    assert found["prediction"]["class"] == str(found["prediction"]["index"])
+    assert len(found["members"]) == 2
+    words = ("export", f"runs/{name}", "--example", "inputs.npy", "-o", tmp_path / "m.pt2", *own, "--json")
+    code, out, _ = cmcl(*words)
+    found = json.loads(out)
+    assert code == 0
+    assert (found["format"], found["input"]) == ("torch", "uint8 (batch, 1, 8, 8)"), "by the suffix"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "runs/mine", "--example", "inputs.npy", "-o", "m.pt2"], "--network MODULE:FUNCTION"),
+        (["evaluate", "runs/mine", "--data", "digits"], "--network MODULE:FUNCTION"),
+        (["predict", "runs/mine", "digit.png"], "--network MODULE:FUNCTION"),
+        (["calibrate", "runs/mine", "--data", "digits"], "--network MODULE:FUNCTION"),
+        (["calibrate", "runs/mine", *MINE], "--data must name the test data"),
+        (["export", "runs/mine", "-o", "m.pt2", *MINE], "--example must name a .npy file"),
+        (["evaluate", "runs/dicts", "--data", "digits", *DICTS[:2]], "--logits MODULE:FUNCTION"),
+        (["predict", "runs/mine", "digit.png", "--network", "net"], "--network must be MODULE:FUNCTION"),
+        (["predict", "runs/mine", "digit.png", "--network", "no_such:f"], "no_such must be a Python module"),
+        (["predict", "runs/mine", "digit.png", "--network", "my_own_net:f"], "must have the function f"),
+        (["predict", "runs/mine", "digit.png", "--network", "my_own_net:number"], "Got int."),
+        (["layers", "cnn", "--input", "784"], "must describe an input that cnn takes. Got 784;"),
+        (["layers", "my_own_net:network", "--input", "1,9,9"], "Got 1,9,9;"),
+        (["export", "runs/mine", "--example", "float64.npy", "-o", "m.pt2", *MINE], "float32"),
+        (["export", "runs/mine", "--example", "wide.npy", "-o", "m.pt2", *MINE], "(4, 1, 9, 9)"),
+        (["export", "runs/mine", "--example", "text.npy", "-o", "m.pt2", *MINE], "--example must be a .npy"),
+        (["evaluate", "runs/mine", "--data", "shapes", "--limit", 4, *MINE], "Name another dataset"),
+        (["evaluate", "runs/mine", *FOLDER, *MINE, *CPU], "--data must name images that the ensemble takes"),
+        (["calibrate", "runs/mine", *FOLDER, *MINE, *CPU], "--option size=[HEIGHT,WIDTH]"),
+        (
+            ["evaluate", "runs/mine", "--data", "digits", "--ood", "shapes", "--limit", 4, *MINE, *CPU],
+            "--ood must name images that the ensemble takes. Got 3 x 64 x 64",
+        ),
+        (["evaluate", "runs/mine", "--data", "arrays", *MINE], "--data must be a dataset that can be loaded"),
+        (
+            ["calibrate", "runs/mine", "--data", "arrays", *MINE],
+            "--data must be a dataset that can be loaded",
+        ),
+        (["evaluate", "runs/mine", "--data", "digits", "--ood", "arrays", *MINE], "--ood must be a dataset"),
+        (["predict", "runs/mine", "wide.png", *MINE], "must have the size that runs/mine was trained on"),
+        (["calibrate", "runs/mine", "-o", "."], "--out must name a file"),
+        (["calibrate", "runs/mine", "--risk", "2"], "risk must be"),
+        (["calibrate", "runs/mine", "--score", "guess"], "score must be"),
+    ],
+)
+def test_mistakes(cmcl, here, arguments, message):
+    code, out, err = cmcl(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+class TestEvaluate:
+    def test_agrees_with_the_record(self, cmcl, trained):
+        code, out, _ = cmcl("evaluate", trained, "--json")
+        (found,), record = json.loads(out), json.loads((trained / "record.json").read_text())
+        assert code == 0
+        for key in ("top1", "oracle"):
+            assert found[key] == pytest.approx(record["errors"]["expected"][key], abs=1e-4)
+        assert found["ece"] == pytest.approx(record["calibration"]["ece"], abs=1e-3)
+        assert found["examples"] == 359
+        assert "auroc" not in found
+
+    def test_several_runs(self, cmcl, trained, tmp_path):
+        """As `cmcl evaluate runs/digits-*` names them."""
+        other = tmp_path / trained.name.replace("seed0", "seed1")
+        shutil.copytree(trained, other)
+        one, two = json.loads(cmcl("evaluate", trained, other, "--limit", 50, "--json")[1])
+        assert {**one, "run": "", "name": ""} == {**two, "run": "", "name": ""}
+        code, out, _ = cmcl("evaluate", trained, other, "--limit", 50)
+        lines = [line.split() for line in out.splitlines()]
+        assert code == 0
+        assert out.splitlines()[0] == "digits: 50 of 359 test images"
+        assert [line[0] for line in lines[2:]] == [trained.name, other.name, "mean"], "seeds of one recipe"
+        assert lines[2][1:] == lines[3][1:] == lines[4][1:]
+        shutil.move(other, tmp_path / "another")
+        assert "mean" not in cmcl("evaluate", trained, tmp_path / "another", "--limit", 50)[1]
+
+    def test_out_of_distribution(self, cmcl, trained):
+        (found,) = json.loads(cmcl("evaluate", trained, "--ood", "digits", "--json", "--limit", 50)[1])
+        assert found["ood"] == "digits"
+        assert found["ood_entropy"] == found["entropy"], "the same images"
+        assert found["auroc"] == pytest.approx(0.5), "and so not to be told apart"
+        assert "OOD entropy" in cmcl("evaluate", trained, "--ood", "digits", "--limit", 5)[1]
+
+    def test_an_out_of_distribution_folder(self, cmcl, trained, tmp_path, monkeypatch):
+        """Classes in it, or test/ beside train/, or test/ alone."""
+        (tmp_path / "odd" / "noise").mkdir(parents=True)
+        for i in range(3):
+            Image.effect_noise((20, 20), 90).save(tmp_path / "odd" / "noise" / f"{i}.png")
+        own = ["--ood-root", tmp_path / "odd", "--ood-option", "size=8", "--ood-option", "mode=L"]
+        words = ["evaluate", trained, "--limit", "5", *CPU]
+        whole = json.loads(cmcl(*words, "--ood", "folder", *own, "--json")[1])
+        for split in ("train", "test"):
+            shutil.copytree(tmp_path / "odd" / "noise", tmp_path / "odd" / split / "noise")
+        shutil.rmtree(tmp_path / "odd" / "noise")
+        assert json.loads(cmcl(*words, "--ood", "folder", *own, "--json")[1]) == whole
+        monkeypatch.setenv("HOME", str(tmp_path))
+        own[1] = "~/odd"  # a shell leaves it so after --ood-root=
+        shutil.rmtree(tmp_path / "odd" / "train")
+        assert json.loads(cmcl(*words, "--ood", "folder", *own, "--json")[1]) == whole
+        assert "--ood-root must name" in cmcl(*words, "--ood", "folder", "--root", tmp_path)[2]
+        assert "--ood must name" in cmcl(*words, *own)[2]
+
+    def test_an_ensemble_alone(self, cmcl, trained, tmp_path):
+        shutil.copytree(trained / "ensemble", tmp_path / "mine")
+        assert data_of(trained / "ensemble") == "digits"
+        assert data_of(tmp_path / "mine") is None, "the transform was fitted to a part of a dataset"
+        code, _, err = cmcl("evaluate", tmp_path / "mine")
+        assert code == 2
+        assert "--data must name the test data" in err
+        assert cmcl("evaluate", tmp_path / "mine", "--data", "digits", "--limit", 5)[0] == 0
+
+    def test_folders_that_are_no_run(self, cmcl, trained, tmp_path):
+        shutil.copytree(trained / "checkpoints", tmp_path / "interrupted" / "checkpoints")
+        assert "`cmcl train RECIPE --resume`" in cmcl("evaluate", tmp_path / "interrupted")[2]
+        assert cmcl("evaluate", tmp_path)[2].endswith("Got neither.\n")
+        shutil.copytree(trained, tmp_path / "one")
+        assert cmcl("evaluate", tmp_path)[2].endswith(f"Got neither. Name {tmp_path / 'one'}.\n")
+        shutil.copytree(trained, tmp_path / "two")
+        assert cmcl("evaluate", tmp_path)[2].endswith(f"Name {tmp_path / 'one'}, one of 2 runs in it.\n")
+
+    @pytest.mark.parametrize("text", ["{", "[" * 99999, None])
+    def test_damaged_files(self, cmcl, trained, tmp_path, text):
+        """Cut, nested too deep, or without an end."""
+        shutil.copytree(trained, tmp_path / "run")
+        path = tmp_path / "run" / "recipe.json"
+        path.unlink()
+        path.write_text(text) if text else (tmp_path / "run" / "gallery" / "gallery.json").unlink()
+        if text is None:
+            (tmp_path / "run" / "record.json").unlink()
+            (tmp_path / "run" / "gallery" / "gallery.json").symlink_to("/dev/zero")
+        code, _, err = cmcl(
+            "evaluate", tmp_path / "run", *(() if text else ("--data", "digits", "--limit", 5))
+        )
+        assert code == (2 if text else 0)
+        assert ("recipe.json must be JSON" in err) == bool(text)
+
+
+class TestClasses:
+    """Labels are matched by name where the ensemble has class names: for digits "0" to "9"."""
+
+    LABELS = (3, 7)
+
+    @pytest.fixture
+    def some(self):
+        test = package.data.load("digits", split="test")
+        return test.subset(torch.isin(test.targets, torch.tensor(self.LABELS)))
+
+    @pytest.fixture
+    def images(self, tmp_path, some):
+        """A folder of threes and sevens, whose own numbers are 0 and 1."""
+
+        def write(*names):
+            for i, (image, target) in enumerate(some):
+                for split in ("train", "test"):
+                    folder = tmp_path / "images" / split / names[self.LABELS.index(int(target))]
+                    folder.mkdir(parents=True, exist_ok=True)
+                    Image.fromarray(image[0].numpy()).save(folder / f"{i:03}.png")
+            return ["--data", "folder", "--root", tmp_path / "images", "--option", "mode=L", *CPU]
+
+        return write
+
+    @pytest.mark.parametrize("layout", ["split", "whole", "test"])
+    def test_evaluate(self, cmcl, trained, images, some, tmp_path, layout):
+        """train/ and test/, classes right in the folder, or test/ alone."""
+        arguments = images("3", "7")
+        if layout != "split":
+            shutil.rmtree(tmp_path / "images" / "train")
+        if layout == "whole":
+            arguments[3] = tmp_path / "images" / "test"
+        code, out, _ = cmcl("evaluate", trained, *arguments, "--json")
+        expected = package.evaluate(package.load(trained / "ensemble"), some)
+        assert code == 0
+        for key in ("top1", "oracle"):
+            assert json.loads(out)[0][key] == pytest.approx(expected[key], abs=1e-4)
+        assert expected["oracle"] < 100, "which the folder's own numbers would give"
+
+    @pytest.mark.parametrize("limit", [None, 40])
+    def test_calibrate(self, cmcl, trained, images, some, limit):
+        words = ["calibrate", trained, *images("3", "7"), "--json", "--risk", "0.99"]
+        code, out, _ = cmcl(*words, *(["--limit", limit] if limit else []))
+        part = evenly_spaced(some.subset(some.targets.argsort(stable=True)), limit)  # as a folder is read
+        assert len(set(part.targets.tolist())) == 2, "both classes, though they are sorted"
+        wrong = package.load(trained / "ensemble").predict(part.images).probs.argmax(1) != part.targets
+        half = len(part) // 2
+        assert code == 0
+        assert json.loads(out)["tested"] == {
+            "examples": half,
+            "predicted": half,
+            "errors": int(wrong[1::2].sum()),
+        }
+
+    @pytest.mark.parametrize("command", ["evaluate", "calibrate"])
+    def test_an_unknown_name(self, cmcl, trained, images, command):
+        code, out, err = cmcl(command, trained, *images("3", "seven"))
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "classes that the ensemble knows by name. Got seven. Valid names: 0, 1," in err
+
+    def test_a_network_with_more_outputs_than_names(self, cmcl, tmp_path, images):
+        """It was made for ten classes and trained on two: those are known by name all the same."""
+        arguments = images("three", "seven")
+        train = package.data.load("folder", root=tmp_path / "images", mode="L")
+        network = package.networks.cnn
+        ensemble = package.Ensemble(lambda: network(**FILTERS), 2)
+        package.fit(ensemble, train, recipe=package.Recipe(members=2, steps=1), options=QUIET)
+        ensemble.save(tmp_path / "mine")
+        assert classes_of(tmp_path / "mine") == ["seven", "three"]
+        assert cmcl("evaluate", tmp_path / "mine", *arguments)[0] == 0
+        (tmp_path / "images" / "test" / "three").rename(tmp_path / "images" / "test" / "drei")
+        (tmp_path / "images" / "train" / "three").rename(tmp_path / "images" / "train" / "drei")
+        assert "knows by name. Got drei." in cmcl("evaluate", tmp_path / "mine", *arguments)[2]
+        image = next((tmp_path / "images").rglob("*.png"))
+        (found,) = json.loads(cmcl("predict", tmp_path / "mine", image, "--json")[1])
+        index = found["prediction"]["index"]
+        assert found["prediction"]["class"] == (["seven", "three"][index] if index < 2 else str(index))
+
+    def test_an_ensemble_without_names(self, cmcl, trained, images, tmp_path):
+        shutil.copytree(trained / "ensemble", tmp_path / "mine")
+        assert classes_of(tmp_path / "mine") is None
+        code, _, err = cmcl("evaluate", tmp_path / "mine", *images("three", "seven"), "--json")
+        assert code == 2
+        assert "must have 10 classes" in err
+
+    def test_names_from_the_gallery(self, cmcl, trained, tmp_path, images):
+        shutil.copytree(trained / "ensemble", tmp_path / "run" / "ensemble")
+        (tmp_path / "run" / "gallery").mkdir()
+        gallery = tmp_path / "run" / "gallery" / "gallery.json"
+        gallery.write_text(json.dumps({"classes": [str(i) for i in range(10)]}))
+        assert classes_of(tmp_path / "run" / "ensemble") is None, "arrays without names"
+        names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+        gallery.write_text(json.dumps({"classes": names}))
+        ours = json.loads(cmcl("evaluate", tmp_path / "run", *images("three", "seven"), "--json")[1])
+        shutil.rmtree(tmp_path / "images")
+        digits = json.loads(cmcl("evaluate", trained, *images("3", "7"), "--json")[1])
+        assert ours[0]["top1"] == digits[0]["top1"]
+        image = next((tmp_path / "images").rglob("*.png"))
+        (found,) = json.loads(cmcl("predict", tmp_path / "run", image, "--json")[1])
+        assert found["prediction"]["class"] == names[found["prediction"]["index"]]
+
+    def test_pixels_to_ignore_stay(self):
+        class Two:
+            classes = ("sky", "sea")
+
+            def predict(self, images):
+                return package.ensemble.prediction(torch.zeros(1, len(images), 2, 1, 3))
+
+        masks = torch.tensor([[[0, 1, 255]]], dtype=torch.uint8)
+        data = package.data.Dataset(torch.zeros(1, 3, 1, 3, dtype=torch.uint8), masks, ("sea", "sky"))
+        found = align_classes(Two(), data)
+        assert found.targets.tolist() == [[[1, 0, 255]]]
+        assert found.targets.dtype == torch.uint8
+        assert found.classes == ("sky", "sea")
+        Two.classes = ("sky", "sea", "land")
+        assert align_classes(Two(), data) is data, "more names than outputs are not its own"
+
+
+FILTERS = dict(TINY.network_options)
+
+
+class TestPredict:
+    @pytest.fixture
+    def images(self, tmp_path):
+        test = package.data.load("digits", split="test")
+        paths = [tmp_path / f"{i}.png" for i in range(2)]
+        for i, path in enumerate(paths):
+            Image.fromarray(test.images[i, 0].numpy()).save(path)
+        return paths
+
+    def test_predictions_are_those_of_the_library(self, cmcl, trained, images):
+        code, out, _ = cmcl("predict", trained, *images, "--json")
+        found = json.loads(out)
+        expected = package.load(trained / "ensemble").predict(
+            package.data.load("digits", split="test").images[:2]
+        )
+        assert code == 0
+        assert [one["image"] for one in found] == [str(path) for path in images]
+        for i, one in enumerate(found):
+            top = one["prediction"]
+            assert top["index"] == int(expected.probs[i].argmax())
+            assert top["class"] == str(top["index"]), "the names of digits"
+            assert top["confidence"] == pytest.approx(float(expected.probs[i].max()), abs=1e-5)
+            assert one["probs"] == pytest.approx(expected.probs[i].tolist(), abs=1e-5)
+            assert one["chosen"] == int(expected.chosen[i])
+            assert [m["index"] for m in one["members"]] == expected.member_probs[:, i].argmax(1).tolist()
+            entropy = expected.entropy[:, i].tolist()
+            assert [m["entropy"] for m in one["members"]] == pytest.approx(entropy, abs=1e-5)
+        lines = cmcl("predict", trained, *images)[1].splitlines()
+        assert len(lines) == 1 + 2 * (1 + 3)
+        assert sum("most confident" in line for line in lines) == 2
+
+    def test_sizes(self, cmcl, trained, tmp_path, monkeypatch):
+        Image.new("RGB", (28, 20)).save(tmp_path / "large.png")
+        assert cmcl("predict", trained, tmp_path / "large.png", "--resize")[0] == 0
+        monkeypatch.setattr("cmcl.data.images.read_image", pytest.fail)  # pixels may fill the memory
+        code, _, err = cmcl("predict", trained, tmp_path / "large.png")
+        assert code == 1
+        assert "large.png must be 8 x 8 pixels (height x width). Got 20 x 28. Pass --resize." in err
+
+    def test_a_photo_stored_on_its_side_has_the_size_that_is_seen(self, cmcl, trained, tmp_path, monkeypatch):
+        monkeypatch.setitem(DATASETS, "digits", replace(DATASETS["digits"], shape=(1, 16, 4)))
+        monkeypatch.setattr(
+            "cmcl.cli.inference._predict", lambda _, pixels, *__: dict.fromkeys(pixels, "found")
+        )
+        exif = Image.Exif()
+        for orientation, code in ((6, 0), (1, 1)):
+            exif[0x0112] = orientation
+            Image.new("L", (16, 4)).save(tmp_path / "x.jpg", exif=exif)
+            assert cmcl("predict", trained, tmp_path / "x.jpg", "--json")[0] == code
+
+    def test_folders(self, cmcl, trained, images, tmp_path):
+        inside = tmp_path / "some"
+        (inside / "deeper").mkdir(parents=True)
+        code, _, err = cmcl("predict", trained, inside)
+        assert code == 2
+        assert "some must hold images" in err
+        for path in (inside / "b.png", inside / "a.png", inside / "deeper" / "c.png"):
+            shutil.copy(images[1], path)
+        (inside / "notes.txt").touch()
+        found = json.loads(cmcl("predict", trained, images[0], inside, images[0], "--json")[1])
+        paths = (images[0], inside / "a.png", inside / "b.png", images[0])
+        assert [one["image"] for one in found] == [str(path) for path in paths]
+
+    def test_some_damaged(self, cmcl, trained, images, tmp_path):
+        (tmp_path / "cut.png").write_bytes(images[0].read_bytes()[:60])
+        Image.new("L", (9, 8)).save(tmp_path / "wide.png")
+        given = (images[0], tmp_path / "cut.png", tmp_path / "wide.png", images[1])
+        alone = json.loads(cmcl("predict", trained, *images, "--json")[1])
+        code, out, err = cmcl("predict", trained, *given, "--json")
+        first, cut, wide, last = json.loads(out)
+        assert (code, err) == (1, "")
+        assert [first, last] == alone
+        assert set(cut) == set(wide) == {"image", "error"}
+        assert "cut.png is damaged" in cut["error"]
+        assert "wide.png must be 8 x 8 pixels (height x width). Got 8 x 9." in wide["error"]
+        code, out, err = cmcl("predict", trained, *given)
+        assert (code, len(out.splitlines())) == (1, 1 + 2 * (1 + 3))
+        assert err == f"cmcl: {cut['error']}\ncmcl: {wide['error']}\n"
+
+    def test_all_damaged(self, cmcl, trained, tmp_path):
+        for i in range(3):
+            (tmp_path / f"{i}.png").write_text("hello")
+        code, out, err = cmcl("predict", trained, tmp_path, "--json")
+        assert (code, err) == (1, "")
+        assert [Path(one["image"]).name for one in json.loads(out)] == ["0.png", "1.png", "2.png"]
+        assert all("is not an image" in one["error"] for one in json.loads(out))
+        code, out, err = cmcl("predict", trained, tmp_path)
+        assert (code, out, err.count("\n")) == (1, "", 3)
+
+    def test_a_class_per_pixel(self, cmcl, tmp_path):
+        tiny = replace(find("shapes-ie"), members=2, epochs=None, steps=1, batch_size=4, subset=8)
+        tiny = replace(tiny, network_options={"filters": [2, 2]})
+        run(tiny, (0,), out=tmp_path, name="tiny", options=QUIET)
+        folder = run_folder(tmp_path, "tiny", tiny, (0,))
+        Image.new("RGB", (40, 24), "red").save(tmp_path / "any.png")
+        Image.new("RGB", (24, 40)).save(tmp_path / "other.png")
+        (found,) = json.loads(cmcl("predict", folder, tmp_path / "any.png", "--json")[1])
+        parts = found["prediction"]["percent_of_pixels"]
+        assert parts == found["members"][found["chosen"]]["percent_of_pixels"]
+        assert list(parts) == ["background", "foreground"]
+        assert sum(parts.values()) == pytest.approx(100)
+        assert "probs" not in found
+        code, out, err = cmcl("predict", folder, tmp_path / "any.png", tmp_path / "other.png")
+        assert code == 1
+        assert "background" in out
+        assert "other.png must be 24 x 40 pixels (height x width). Got 40 x 24." in err
+        made = Threshold(0.25, "confidence", 0.01, 0.95, 1000, 500, 1, 0.009)
+        (tmp_path / "t.json").write_text(json.dumps(made.to_json()))
+        code, _, err = cmcl("predict", folder, tmp_path / "any.png", "--threshold", tmp_path / "t.json")
+        assert code == 2
+        assert "Got a class per pixel" in err
+
+
+class TestThreshold:
+    @pytest.fixture
+    def images(self, tmp_path):
+        return TestPredict.images.__wrapped__(self, tmp_path)
+
+    @pytest.fixture
+    def threshold(self, cmcl, trained, images, tmp_path):
+        """Between the scores of the two images, in a file of `cmcl calibrate`: one of them is predicted."""
+        path = tmp_path / "threshold.json"
+        options = ("--score", "mean_entropy", "--limit", 20, "--risk", 0.9, *CPU)
+        cmcl("calibrate", trained, *options, "-o", path)
+        values = json.loads(path.read_text())
+        test = package.data.load("digits", split="test").images[:2]
+        scores = uncertainty(package.load(trained / "ensemble").predict(test).member_probs, "mean_entropy")
+        path.write_text(json.dumps(values | {"value": float(scores.mean()), "answered": 5, "errors": 0}))
+        return path, scores.tolist()
+
+    def test_abstain(self, cmcl, trained, images, threshold, tmp_path):
+        path, scores = threshold
+        above = [score > min(scores) for score in scores]
+        code, out, err = cmcl("predict", trained, *images, "--threshold", path, "--json")
+        assert (code, err) == (0, "")
+        assert [one["score"] for one in json.loads(out)] == pytest.approx(scores, abs=1e-6)
+        assert [one["abstained"] for one in json.loads(out)] == above
+        lines = cmcl("predict", trained, *images, "--threshold", path)[1].splitlines()
+        assert [line.endswith("  abstains") for line in lines if "ensemble" in line] == above
+        printed = tmp_path / "printed.json"  # as `cmcl calibrate --json > printed.json` leaves it
+        printed.write_text(json.dumps({"threshold": json.loads(path.read_text()), "tested": {}}))
+        assert cmcl("predict", trained, *images, "--threshold", printed, "--json")[1] == out
+
+    def test_none_reaches_the_risk(self, cmcl, trained, images, tmp_path):
+        """`calibrate` fails, and `predict` says why it abstains on everything."""
+        path = tmp_path / "t.json"
+        code, out, err = cmcl("calibrate", trained, "--limit", 20, "-o", path, "--json")
+        assert code == 1
+        assert json.loads(out)["tested"]["predicted"] == 0
+        assert "abstain on every image" in err
+        code, out, err = cmcl("predict", trained, *images, "--threshold", path, "--json")
+        assert code == 0
+        assert all(one["abstained"] for one in json.loads(out))
+        assert "10 calibration examples" in err
+
+    def test_a_very_small_risk(self, cmcl, trained):
+        code, _, err = cmcl("calibrate", trained, "--limit", 20, "--risk", "1e-320")
+        assert code == 2
+        assert "--risk" in err
+
+    def test_of_another_ensemble(self, cmcl, trained, images, threshold, tmp_path):
+        ensemble = package.load(trained / "ensemble")
+        with torch.no_grad():
+            next(ensemble.parameters()).add_(1)
+        ensemble.save(tmp_path / "other")
+        words = ("predict", tmp_path / "other", *images, "--threshold", threshold[0])
+        code, _, err = cmcl(*words)
+        assert code == 2
+        assert f"--threshold must be calibrated for {tmp_path / 'other'}. Got {threshold[0]}, of" in err
+        assert f"cmcl calibrate {tmp_path / 'other'} -o {threshold[0]}." in err
+        values = json.loads(threshold[0].read_text())
+        del values["weights"]  # as the library writes it
+        threshold[0].write_text(json.dumps(values))
+        assert cmcl(*words)[0] == 0
+
+    @pytest.mark.parametrize("text", [None, "{", "[1]", "{}", "[" * 99999])
+    def test_not_a_threshold(self, cmcl, trained, images, tmp_path, monkeypatch, text):
+        if text is not None:
+            (tmp_path / "t.json").write_text(text)
+        monkeypatch.setattr("cmcl.serialization.load", pytest.fail)
+        code, _, err = cmcl("predict", trained, *images, "--threshold", tmp_path / "t.json")
+        assert code == 2
+        assert "--threshold must be a file of `cmcl calibrate`" in err
+        assert "Write it with: cmcl calibrate" in err
+
+
+class TestReport:
+    @pytest.mark.parametrize(("format", "name"), [("html", "report.html"), ("md", "report.md")])
+    def test_of_a_run(self, cmcl, trained, tmp_path, monkeypatch, format, name):
+        monkeypatch.chdir(tmp_path)
+        code, out, err = cmcl("report", trained, "--format", format)
+        assert (code, out, err) == (0, f"{name}\n", "")
+        assert "tiny-cmcl" in (tmp_path / name).read_text()
+
+    def test_of_the_current_folder(self, cmcl, trained, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        code, _, err = cmcl("report")
+        assert code == 2
+        assert "results/ or runs/ or cmcl-demo/ must exist" in err
+        shutil.copytree(trained, tmp_path / "runs" / trained.name)
+        assert cmcl("report", "--format", "md", "-o", "mine.md")[1] == "mine.md\n"
+
+
+def test_search_root(tmp_path, monkeypatch):
+    """Under --root, or else in the default folder."""
+    own, default = tmp_path / "own", tmp_path / "default"
+    monkeypatch.setenv("CMCL_DATA", str(default))
+
+    def read(folder):
+        if not (folder / "set").exists():
+            raise FileNotFoundError(f"{folder}/set must exist.")
+        return folder.name
+
+    for root, message in (
+        (None, f"{default}/set must exist."),
+        (own, f"it must be in {own} or {default}. Got neither"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            search_root(read, root, "it")
+    (default / "set").mkdir(parents=True)
+    assert search_root(read, None, "it") == search_root(read, own, "it") == "default"
+    (own / "set").mkdir(parents=True)
+    assert search_root(read, own, "it") == "own"
+
+
+@pytest.mark.parametrize("command", ["evaluate", "calibrate"])
+def test_root_need_not_hold_the_dataset_of_the_preprocessing(cmcl, tmp_path, monkeypatch, command):
+    (tmp_path / "sets" / "svhn").mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 4), dtype=np.uint8)
+    labels = np.array([[1], [2], [3], [10]])
+    savemat(tmp_path / "sets" / "svhn" / "train_32x32.mat", {"X": pixels, "y": labels})
+    for place in ("train/3", "train/7", "test/3", "test/7"):
+        (tmp_path / "images" / place).mkdir(parents=True)
+        for i in range(4):
+            Image.effect_noise((32, 32), 90).save(tmp_path / "images" / place / f"{i}.png")
+    network = package.networks.cnn
+    ensemble = package.Ensemble(lambda: network(filters=(2, 2), kernel=3, padding=1, hidden=None), 2)
+    ensemble.transform = MeanStd().fit(package.data.load("svhn", root=tmp_path / "sets"))
+    monkeypatch.setattr("cmcl.serialization.SMALL", 0)  # as if it were whitening
+    ensemble.save(tmp_path / "saved")
+    own = [command, tmp_path / "saved", "--data", "folder", "--root", tmp_path / "images", *CPU]
+    own += ["--risk", 0.999] if command == "calibrate" else []
+    monkeypatch.setenv("CMCL_DATA", str(tmp_path / "sets"))
+    assert cmcl(*own)[0] in (0, 1), "1: so few images reach no risk"
+    monkeypatch.setenv("CMCL_DATA", str(tmp_path / "nowhere"))
+    code, _, err = cmcl(*own)
+    assert (code, err.count("\n")) == (2, 1)
+    assert (
+        f"svhn, on which the ensemble's preprocessing is fitted again, must be in {tmp_path / 'images'}"
+        in err
+    )
+    assert "cmcl data fetch svhn" in err
