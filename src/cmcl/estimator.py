@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.class_weight import compute_class_weight
-from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.multiclass import type_of_target
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
@@ -30,35 +30,35 @@ Array = npt.NDArray[Any]
 
 
 class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
-    """M networks that specialise and are unsure where they know nothing (confident multiple choice learning).
+    """A classifier of M networks that specialise, by confident multiple choice learning.
 
-    X are vectors (N, features) or images (N, channels, height, width). Raw images (uint8) are standardised;
-    other values are taken as they are, so put a StandardScaler before it. On a CPU the networks compute in
-    the precision of X; float32 is faster.
+    For classification only: y are class labels, of any type. X are vectors (N, features) or images
+    (N, channels, height, width). Raw images (uint8) are standardised; other values are taken as they are, so
+    put a StandardScaler before it. On a CPU the networks compute in the precision of X; float32 is faster.
 
     Args:
         network: a function that builds one member, as for `Ensemble`, with an output for each class. None:
-            `networks.plain`, one hidden layer for vectors, two convolutions for images; the place to share
-            is "relu".
+            `networks.plain`, one hidden layer for vectors, two convolutions for images; features can be
+            shared after "relu".
         members: M, how many.
-        method: "cmcl", "mcl" (nobody is asked to be silent) or "ie" (everybody learns everything).
-        overlap: K, how many members learn each example.
-        beta: weight of silence.
+        method: "cmcl", "mcl" (no KL-to-uniform term) or "ie" (every member learns every example).
+        overlap: K, how many members learn each example. None: 3, or members - 1 if that is less.
+        beta: weight of the KL-to-uniform term.
         labels: "exact", or "sampled" for stochastic labels.
         share_after: submodule after which the members share features.
         hidden: width of the default network.
         epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
         class_weight: of what specialists learn: {class: weight}, or "balanced".
-        warm_start: go on from the weights of the last `fit`.
-        random_state: a seed makes `fit` give the same again, unless others fit in threads of one process.
+        warm_start: continue from the weights of the last `fit`.
+        random_state: a seed makes `fit` repeatable, unless others fit in threads of the same process.
         device: "auto" takes a GPU if there is one.
         verbose: show progress.
 
     Attributes:
         classes_: the classes, sorted.
         ensemble_: the trained `Ensemble`.
-        win_rates_: (M,) the share of examples that each member learned in the last epoch; together K.
-        win_rates_by_class_: (M, C) the same for the examples of each class: who specialises in what.
+        win_rates_: (M,) fraction of examples that each member learned in the last epoch; the sum is K.
+        win_rates_by_class_: (M, C) the same for the examples of each class: which member specialises in what.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         *,
         members: int = 5,
         method: str = "cmcl",
-        overlap: int = 3,
+        overlap: int | None = None,
         beta: float = 0.75,
         labels: str = "exact",
         share_after: str | None = None,
@@ -104,18 +104,18 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def fit(self, X: Any, y: Any) -> Self:
         """Train on examples X (N, ...) with labels y (N,), which may be text."""
-        goes_on = self.warm_start and hasattr(self, "ensemble_")
-        X, y = validate_data(self, X, y, allow_nd=True, reset=not goes_on)
-        check_classification_targets(y)
+        continues = self.warm_start and hasattr(self, "ensemble_")
+        X, y = validate_data(self, X, y, allow_nd=True, reset=not continues)
+        _check_labels(y)
         classes, targets = np.unique(y, return_inverse=True)
         if len(classes) < 2:
             raise ValueError(f"y must hold at least 2 classes. Got 1 class, {classes.tolist()[0]!r}.")
-        if goes_on:
+        if continues:
             self._check_kind(X)
             self._check_classes(classes)
             self._check_built()
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
-        if not goes_on:
+        if not continues:
             self.classes_, self.shape_, self.raw_ = classes, X.shape[1:], _is_raw(X)
             self.ensemble_ = self._build(seed, X)
             self._built = self._plan()
@@ -133,24 +133,25 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def predict(self, X: Any) -> Array:
         """The class of each example (N,), by the mean of the members' probabilities."""
-        return self._classes(self._answer(X).probs)
+        return self._classes(self._predict(X).probs)
 
     def predict_proba(self, X: Any) -> Array:
         """Probabilities (N, C), the mean over members."""
-        return self._answer(X).probs.numpy()
+        return self._predict(X).probs.numpy()
 
     def predict_members(self, X: Any) -> Array:
-        """The class that each member would say, (M, N)."""
-        return self._classes(self._answer(X).member_probs)
+        """The class that each member predicts, (M, N)."""
+        return self._classes(self._predict(X).member_probs)
 
     def predict_members_proba(self, X: Any) -> Array:
         """Each member's probabilities, (M, N, C)."""
-        return self._answer(X).member_probs.numpy()
+        return self._predict(X).member_probs.numpy()
 
     def _recipe(self) -> Recipe:
-        names = ("members", "method", "overlap", "beta", "labels", "epochs", "batch_size", "optimizer", "lr")
+        names = ("members", "method", "beta", "labels", "epochs", "batch_size", "optimizer", "lr")
         settings = {name: getattr(self, name) for name in (*names, "weight_decay")}
-        return Recipe(**settings, sharing=self.share_after is not None)
+        overlap = max(1, min(3, self.members - 1)) if self.overlap is None else self.overlap
+        return Recipe(**settings, overlap=overlap, sharing=self.share_after is not None)
 
     def _plan(self) -> dict[str, Any]:
         """What the ensemble is built by; a network of the user's own has its own width."""
@@ -184,7 +185,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         on_device = torch.tensor(weights, dtype=like.dtype, device=find_device(self.device))
         return partial(F.cross_entropy, weight=on_device, reduction="none")
 
-    def _answer(self, X: Any) -> Prediction:
+    def _predict(self, X: Any) -> Prediction:
         check_is_fitted(self)
         X = validate_data(self, X, allow_nd=True, reset=False)
         self._check_kind(X)
@@ -207,12 +208,12 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             )
 
     def _check_built(self) -> None:
-        built = getattr(self, "_built", {})  # an older pickle does not say
+        built = self._built
         for name, now in self._plan().items():
-            if name in built and now != built[name]:
+            if now != built[name]:
                 raise ValueError(
-                    f"{name} must be as in the fit that warm_start=True goes on from, {built[name]!r}. "
-                    f"Got {now!r}. To begin anew, fit a clone, or set warm_start=False."
+                    f"{name} must be as in the fit that warm_start=True continues, {built[name]!r}. "
+                    f"Got {now!r}. To start again, fit a clone, or set warm_start=False."
                 )
 
     def _check_kind(self, X: Array) -> None:
@@ -224,6 +225,14 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
                 f"X must be images as in fit: {kind}. Got {X.dtype}. Give both the same type, because raw "
                 "images are standardised and others are taken as they are."
             )
+
+
+def _check_labels(y: Array) -> None:
+    if (kind := type_of_target(y, input_name="y")) not in ("binary", "multiclass"):
+        raise ValueError(
+            f"y must be class labels: CMCLClassifier is for classification. Unknown label type: {kind}. For "
+            "regression use another estimator; to predict ranges of a number, bin it (numpy.digitize)."
+        )
 
 
 def _is_raw(X: Array) -> bool:

@@ -1,4 +1,4 @@
-"""An ensemble as one file for other programs: preprocessing, members, mean, entropy and choice in one graph.
+"""Export of an ensemble as one file for other programs: preprocessing, members and averaging in one graph.
 
 M members, B batch, C classes. The graph takes a batch of 1 or more and gives what `Ensemble.predict` gives.
 """
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from . import __version__, _checks
 from ._files import replacing
+from .data.transforms import Transform
 from .ensemble import Ensemble, Prediction, in_turn, prediction
 from .telling import first_line
 
@@ -43,15 +44,15 @@ class Exported(NamedTuple):
 
 
 class Graph(nn.Module):
-    """The whole way from a batch as the user has it to the four outputs."""
+    """From a batch, raw if there is a transform, to the four outputs."""
 
-    def __init__(self, ensemble: Ensemble, *, raw: bool) -> None:
+    def __init__(self, ensemble: Ensemble, transform: Transform | None) -> None:
         super().__init__()
         self.ensemble = ensemble
-        self.preprocess = _checks.fitted(ensemble.transform).float32_function() if raw else None
+        self.preprocess = None if transform is None else transform.float32_function()
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """The outputs by name: who reads the file may not have cmcl and its classes."""
+        """The outputs by name, because readers of the file may not have cmcl and its classes."""
         logits = self.ensemble(x if self.preprocess is None else self.preprocess(x.float()))
         return prediction(logits)._asdict()
 
@@ -74,12 +75,12 @@ def export(
     Args:
         ensemble: a trained ensemble; it is left as it is.
         path: the file to write, such as model.onnx or model.pt2.
-        example: a batch of real inputs, 2 or more. Its type is that of the graph's input: uint8 images
-            (B, C, H, W) go through `ensemble.transform` inside the graph; anything else, such as float32,
-            goes to the members as it is. The batch is dynamic, the other dimensions are those of the example.
+        example: a batch of real inputs, 2 or more. Its type is that of the graph's input: with an
+            `ensemble.transform`, uint8 images (B, C, H, W) go through it inside the graph; anything else
+            goes to the members as it is. The batch is dynamic, the other dimensions are the example's.
         format: "onnx", or "torch" for a program of torch.export (read by torch.export.load).
-        classes: their names, for the file to tell; left out, those of `ensemble.classes`.
-        checksum: of the weights, for the file to tell: `cmcl.serialization.saved_checksum(folder)`.
+        classes: their names, stored in the file; left out, those of `ensemble.classes`.
+        checksum: of the weights, stored in the file: `cmcl.serialization.saved_checksum(folder)`.
     """
     _checks.choice("format", format, FORMATS)
     if len(_checks.inputs(example)) < 2:
@@ -90,9 +91,10 @@ def export(
     if path.is_dir():
         raise ValueError(f"path must be a file to write, such as {path / f'model.{format}'}. Got a folder.")
     fixed = _fixed(ensemble)
-    expected = _predict(fixed, example)
-    about = _about(fixed, expected, classes or _own_names(ensemble, expected), checksum)
-    program = _trace(Graph(fixed, raw=example.dtype == torch.uint8).eval(), example)
+    transform = fixed.transform if example.dtype == torch.uint8 else None
+    expected = _predict(fixed, example if transform is None else transform.transform(example))
+    about = _about(fixed, expected, classes, checksum)
+    program = _trace(Graph(fixed, transform).eval(), example)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part:
         runner = (_write_onnx if format == "onnx" else _write_torch)(program, part, about)
@@ -112,30 +114,26 @@ def onnx_runner(path: str | Path) -> Runner:
     return lambda x: [torch.from_numpy(y) for y in session.run(list(OUTPUTS), {"input": x.numpy()})]
 
 
-def _predict(ensemble: Ensemble, example: Tensor) -> Prediction:
-    """What it answers to the example; one that does not fit is told as the user's mistake."""
+def _predict(ensemble: Ensemble, x: Tensor) -> Prediction:
     try:
-        return ensemble.predict(example)
+        return prediction(ensemble(x))
     except (RuntimeError, IndexError) as error:
         types = {str(p.dtype).removeprefix("torch.") for p in ensemble.parameters()}
         raise ValueError(
             f"example must be a batch that the members take; they compute in {', '.join(sorted(types))}. "
-            f"Got {_checks.kind(example)}. torch says: {first_line(error)}."
+            f"Got {_checks.kind(x)}. torch says: {first_line(error)}."
         ) from error
-
-
-def _own_names(ensemble: Ensemble, found: Prediction) -> Sequence[str] | None:
-    """An ensemble may answer more classes than the data that it was trained on have."""
-    names = ensemble.classes
-    return names if names and len(names) == found.probs.shape[1] else None
 
 
 def _about(
     ensemble: Ensemble, found: Prediction, classes: Sequence[str] | None, checksum: str | None
 ) -> dict[str, str]:
-    """What the file tells of itself; ONNX keeps only texts."""
-    if classes is not None and len(classes) != (count := found.probs.shape[1]):
-        raise ValueError(f"classes must name the {count} that the ensemble answers. Got {len(classes)}.")
+    """What the file says about itself; ONNX stores only texts."""
+    count, own = found.probs.shape[1], ensemble.classes
+    if classes is not None and len(classes) != count:
+        raise ValueError(f"classes must name the {count} outputs of the ensemble. Got {len(classes)}.")
+    if classes is None and own and len(own) == count:  # networks may have more outputs than names
+        classes = own
     known = {
         "cmcl": __version__,
         "members": str(len(ensemble.members)),
@@ -148,7 +146,7 @@ def _about(
 
 def _trace(graph: Graph, example: Tensor) -> torch.export.ExportedProgram:
     """The operations as torch.export records them, which cannot record everything Python can do."""
-    with _without_chatter("torch"):
+    with _quiet("torch"):
         try:
             return torch.export.export(graph, (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
         except Exception as error:  # of many types, most of them private
@@ -168,7 +166,7 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path, about: dict[s
             "Export it with format='torch'."
         )
     try:
-        with _without_chatter("torch.onnx"):
+        with _quiet("torch.onnx"):
             written = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -188,12 +186,15 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path, about: dict[s
     assert written is not None  # with dynamo it is the program
     written.model.metadata_props.update(about)
     for node in written.model.graph.all_nodes():
-        node.metadata_props.clear()  # whose lines of code, with their places on this machine, it came from
+        node.metadata_props.clear()  # lines of code with their paths on this machine
     written.save(path, external_data=False)
     return onnx_runner(path)
 
 
 def _write_torch(program: torch.export.ExportedProgram, path: Path, about: dict[str, str]) -> Runner:
+    for graph in program.graph_module.modules():
+        for node in graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # lines of code with their paths on this machine
     memory = io.BytesIO()  # torch's own writer ends the whole process on a full disk
     torch.export.save(program, memory, extra_files={ABOUT: json.dumps(about)})
     path.write_bytes(memory.getbuffer())
@@ -212,7 +213,7 @@ def _compare(run: Runner, example: Tensor, expected: Prediction) -> dict[str, fl
             "probs": (probs, expected.probs[:count]),
             "member_probs": (member_probs, expected.member_probs[:, :count]),
             "entropy": (entropies, wanted),
-            # Two members may be equally sure up to rounding: then either may be chosen.
+            # Two members may be equally confident up to rounding: then either may be chosen.
             "chosen": (wanted.gather(0, chosen[None])[0], wanted.amin(0)),
         }
         for name, (ours, theirs) in pairs.items():
@@ -226,9 +227,9 @@ def _compare(run: Runner, example: Tensor, expected: Prediction) -> dict[str, fl
 
 
 def _fixed(ensemble: Ensemble) -> Ensemble:
-    """A copy that answers the same every time: the user's own stays where and as it is."""
+    """A copy without randomness on the CPU; the user's own stays as it is."""
     fixed = copy.deepcopy(ensemble).cpu().eval()
-    fixed.requires_grad_(False)  # or who runs the file pays for gradients, and cannot call .numpy()
+    fixed.requires_grad_(False)  # or the file computes gradients, and its outputs have no .numpy()
     fixed.run = in_turn
     if fixed.share_at_test == "sampled":
         fixed.share_at_test = "expected"
@@ -236,8 +237,8 @@ def _fixed(ensemble: Ensemble) -> Ensemble:
 
 
 @contextmanager
-def _without_chatter(name: str) -> Iterator[None]:
-    """The exporter warns of its own future and of packages that it could use, and prints where it failed."""
+def _quiet(name: str) -> Iterator[None]:
+    """Silence the exporter's warnings about its own future and optional packages, and its tracebacks."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
