@@ -65,7 +65,7 @@ class TestPixels:
         for train in (masks(void), DataLoader(TensorDataset(*masks(void)), 4)):
             ensemble = pixels()
             before = weights(ensemble)
-            with pytest.raises(ValueError, match=r"targets must be between 0 and 2 .*ignore_index excludes"):
+            with pytest.raises(ValueError, match=r"targets must be between 0 and 2 .*ignore_index"):
                 fit(ensemble, train, recipe=PIXELS, options=QUIET)
             assert identical(weights(ensemble), before)
 

@@ -372,10 +372,11 @@ WRONG = {
     "logits NaN": (dict(logits=torch.full((5, 4, 3), math.nan)), ValueError, r"NaN or \+inf. Got that from member \[0, 1, 2, 3, 4\]"),
     "one class": (dict(logits=torch.zeros(5, 4, 1)), ValueError, "at least 2 classes"),
     "targets too long": (dict(targets=torch.zeros(5, dtype=torch.long)), ValueError, r"targets must have shape \(4,\).*Got \(5,\)"),
-    "targets float": (dict(targets=torch.zeros(4)), TypeError, "targets must be class indices"),
+    "targets float": (dict(targets=torch.zeros(4)), TypeError, "targets must be class indices.*default task is classification.*task="),
     "targets a list": (dict(targets=[0, 1, 2, 0]), TypeError, "targets must be a tensor. Got list"),
-    "targets too high": (dict(targets=torch.full((4,), 3)), ValueError, "targets must be between 0 and 2"),
-    "targets -100": (dict(targets=torch.full((4,), -100)), ValueError, "ignore_index excludes a value"),
+    "targets too high": (dict(targets=torch.full((4,), 3)), ValueError, "targets must be between 0 and 2.*Got 3 to 3; labels start at 0"),
+    "targets from 1": (dict(targets=torch.tensor([1, 2, 3, 1])), ValueError, "Got 1 to 3; labels start at 0: subtract 1.$"),
+    "targets -100": (dict(targets=torch.full((4,), -100)), ValueError, "ignore_index"),
     "another device": (dict(targets=TARGETS.to("meta")), ValueError, r"targets must be on cpu.*Got meta"),
 }  # fmt: skip
 
@@ -386,6 +387,35 @@ def test_bad_input_is_named(case):
     arguments = {"logits": LOGITS, "targets": TARGETS, **changed}
     with pytest.raises(error, match=message):
         confident_oracle_loss(arguments.pop("logits"), arguments.pop("targets"), **arguments)
+
+
+def test_backward_is_that_of_the_total():
+    logits, targets = draw(3, 4, 5)
+    loss = confident_oracle_loss(logits, targets)
+    expected = torch.autograd.grad(loss.total, logits, retain_graph=True)[0]
+    loss.backward()
+    assert logits.grad.equal(expected)
+
+
+@pytest.mark.parametrize("pixels", [(), (2, 2)])
+@pytest.mark.parametrize(
+    ("layer", "word"), [("softmax", "probabilities"), ("log_softmax", "log-probabilities")]
+)
+def test_probabilities_are_no_logits(layer, word, pixels):
+    """The loss warns once; a single other row, or a row that is not normalised, is no reason."""
+    logits, targets = draw(3, 4, 5, *pixels)
+    wrong = getattr(logits, layer)(2).detach()
+    _checks._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"logits look like {word} .*without {layer}"):
+        confident_oracle_loss(wrong, targets)
+    confident_oracle_loss(wrong, targets)  # warnings are errors in these tests
+    with _checks.blindly():
+        _checks._warn_once.cache_clear()
+        confident_oracle_loss(wrong, targets)
+    wrong[2, 3] += 0.01
+    assert _checks.normalised(wrong) is None
+    assert _checks.normalised(logits) is None
+    assert _checks.normalised(torch.zeros(3, 4, 5)) is None
 
 
 def test_the_other_two_check_the_same():

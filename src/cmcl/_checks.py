@@ -1,7 +1,7 @@
-"""What must hold of the arguments, said once: what must hold, what came instead, how to fix it.
+"""Checks of arguments. A message says what must hold, what was received, and how to fix it.
 
-Shapes and types are always checked. Values (NaN, label range) are looked at where that is free: on eager
-CPU tensors, or everywhere with CMCL_DEBUG=1, because on a GPU it would wait for the device.
+Shapes and types are always checked. Values (NaN, label range) are checked where that is free: on eager CPU
+tensors, or everywhere with CMCL_DEBUG=1, because on a GPU it would wait for the device.
 """
 
 import math
@@ -9,12 +9,15 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .telling import tell
 
 T = TypeVar("T")
 NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)  # of which torch finds no lowest and highest
@@ -53,7 +56,11 @@ def objective(
     same_device("targets", targets, logits)
     expected = (logits.shape[1], *logits.shape[3:])
     if not own_task and (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool):
-        raise TypeError(f"targets must be class indices, an integer tensor. Got {kind(targets)}.")
+        raise TypeError(
+            f"targets must be class indices, an integer tensor. Got {kind(targets)}. The default task is "
+            "classification (cross-entropy): convert class indices by targets.long(); for soft or continuous "
+            "targets pass task=, a function of a member's logits and the targets."
+        )
     fits = targets.shape[:1] == expected[:1] if own_task else targets.shape == expected
     if not fits:
         raise ValueError(
@@ -96,8 +103,32 @@ def values(logits: Tensor, targets: Tensor, ignore_index: int | None, *, own_tas
     if not _may_look(logits):
         return
     no_numbers(logits)
+    if hint := normalised(logits):
+        _warn_once(hint)
     if not own_task:
         label_range(targets, logits.shape[2], ignore_index)
+
+
+def normalised(logits: Tensor) -> str | None:
+    """A warning if logits (M, B, C, ...) are probabilities or their logarithms, else None."""
+    first = logits[:, :1].detach().double()  # most logits are not, as the first example shows
+    for part in (first, logits.detach().double()):
+        sums, logs = part.sum(2), part.logsumexp(2)
+        if bool((part >= 0).all() and ((sums - 1).abs() < 1e-4).all()):
+            kind_of, layer = "probabilities (every row sums to 1)", "softmax"
+        elif bool((logs.abs() < 1e-4).all()):
+            kind_of, layer = "log-probabilities (logsumexp of every row is 0)", "log_softmax"
+        else:
+            return None
+    return (
+        f"logits look like {kind_of}. The loss and the ensemble apply the softmax themselves: let the "
+        f"network return its last layer's output, without {layer}."
+    )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    tell(text)
 
 
 def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) -> None:
@@ -110,8 +141,14 @@ def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) 
         counted = numbers if ignore_index is None else numbers[numbers != ignore_index]
         raise ValueError(
             f"targets must be between 0 and {classes - 1} (classes on axis 2 of logits). "
-            f"Got {int(counted.min())} to {int(counted.max())}; ignore_index excludes a value."
+            f"Got {int(counted.min())} to {int(counted.max())}; {_label_hint(counted, classes)}."
         )
+
+
+def _label_hint(labels: Tensor, classes: int) -> str:
+    if int(labels.min()) == 1 and int(labels.max()) == classes:
+        return "labels start at 0: subtract 1"
+    return "labels start at 0, and a value to skip is named by ignore_index"
 
 
 def ignorable(ignore_index: object, targets: Tensor) -> None:

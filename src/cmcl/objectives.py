@@ -17,12 +17,16 @@ TaskLoss = Callable[[Tensor, Tensor], Tensor]  # one member's logits (B, C, ...)
 
 
 class OracleLoss(NamedTuple):
-    """A reduced loss beside the values it is made of."""
+    """A loss, and the values it is made of."""
 
-    total: Tensor  # ()      what to call backward() on: sum over members, mean over the batch
+    total: Tensor  # ()      sum over members, mean over the batch
     assignment: Tensor  # (M, B) v of eq. 3: True where a member is a specialist for an example
     task: Tensor  # (M, B)  task loss, pixel mean if dense; with gradients
     kl: Tensor  # (M, B)    exact KL(U || P), pixel mean if dense; with gradients
+
+    def backward(self) -> None:
+        """Call `total.backward()`."""
+        self.total.backward()
 
 
 def confident_oracle_loss(
@@ -41,26 +45,26 @@ def confident_oracle_loss(
 
         L = min_v  mean_i sum_m  v_mi * task_mi + beta * (1 - v_mi) * KL(U || P_mi),   sum_m v_mi = K
 
-    Specialists (v = 1) learn the label, the others are pushed towards the uniform answer.
+    Specialists (v = 1) learn the label; the others learn a near-uniform prediction.
     beta = 0 is multiple choice learning (eq. 1), overlap = M the independent ensemble (eq. 2).
 
     Args:
         logits: (M, B, C) or (M, B, C, H, W), before the softmax.
         targets: classes, (B,) or (B, H, W).
-        beta: weight of the divergence from the uniform answer.
-        overlap: K, how many members learn each example. Ties go to the lowest member index.
+        beta: weight of the KL-to-uniform term.
+        overlap: K, the number of specialists per example. Ties go to the lowest member index.
         labels: "exact" for the KL itself (version 0 of Algorithm 1); "sampled" for stochastic labels
             (version 1, section 4.2); or the drawn labels themselves, (S, M, B) or (S, M, B, H, W).
         samples: S, random labels per member and example with labels="sampled".
         task: `task(member_logits, targets)` returns unreduced values, (B,) or (B, H, W). The default
             is cross-entropy; class weights, label smoothing and soft targets come this way.
-        ignore_index: pixels (or examples) with this target add nothing. The mean stays over the whole batch.
+        ignore_index: pixels (or examples) with this target count 0. The mean stays over the whole batch.
         generator: source of the sampled labels. It does not pass through torch.compile.
 
     Returns:
         An `OracleLoss`. `task` and `kl` are exact whatever `labels` says: only `total` is sampled.
     """
-    own_task = task is not None and ignore_index is None  # then the targets are the task's own affair
+    own_task = task is not None and ignore_index is None  # only the task knows what its targets mean
     _checks.objective(logits, targets, beta, overlap, samples, own_task=own_task)
     _checks.ignorable(ignore_index, targets)
     _checks.values(logits, targets, ignore_index, own_task=own_task)
@@ -68,19 +72,19 @@ def confident_oracle_loss(
         logits = logits.float()  # a KL over many classes does not survive 8 bits of mantissa
     counted = None if ignore_index is None else targets != ignore_index  # (B, ...)
     if counted is not None:
-        targets = targets.where(counted, 0)  # any class will do: its value is not counted
+        targets = targets.where(counted, 0)  # any class: its value is not counted
 
     log_p = logits.log_softmax(2)  # (M, B, C, ...)
     kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
     task = task or _cross_entropy
     values = torch.stack([_checks.unreduced(task(z, targets), z[:, 0]) for z in logits])  # (M, B, ...)
     drawn = _draw(labels, log_p, samples, generator)  # (S, M, B, ...), or None
-    silence = kl if drawn is None else _sampled_kl(log_p, drawn)  # (M, B, ...)
+    penalty = kl if drawn is None else _sampled_kl(log_p, drawn)  # (M, B, ...)
 
-    values, kl, silence = (_per_example(value, counted) for value in (values, kl, silence))  # (M, B)
-    # The exact KL, even with sampled labels: who specialises must not be a matter of luck.
+    values, kl, penalty = (_per_example(value, counted) for value in (values, kl, penalty))  # (M, B)
+    # The exact KL, even with sampled labels: the assignment must not be noisy.
     v = specialists((values - _times(beta, kl)).detach(), overlap)
-    total = torch.where(v, values, _times(beta, silence)).sum(0).mean()
+    total = torch.where(v, values, _times(beta, penalty)).sum(0).mean()
     return OracleLoss(total, v, values, kl)
 
 
@@ -117,7 +121,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _times(beta: float, values: Tensor) -> Tensor:
-    return beta * values if beta else torch.zeros_like(values)  # 0 * inf, of a class masked out, is NaN
+    return beta * values if beta else torch.zeros_like(values)  # 0 * inf, of a masked class, is NaN
 
 
 def _draw(
