@@ -16,7 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import cmcl
-from cmcl.calibration import ABSTAIN, SCORES, calibrate, decide, temperature, tempered, uncertainty
+from cmcl.calibration import (
+    ABSTAIN,
+    SCORES,
+    apply_temperature,
+    decide,
+    fit_temperature,
+    fit_threshold,
+    uncertainty,
+)
 from cmcl.reproduction.environment import commit, device_name, versions
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +83,7 @@ def measure(known: Tensor, targets: Tensor, unseen: Tensor) -> dict[str, Any]:
 
 def reject(known: Tensor, targets: Tensor, risk: float) -> dict[str, Any]:
     """A threshold from the even images, and what it does on the odd ones."""
-    threshold = calibrate(known[:, ::2], targets[::2], risk=risk)
+    threshold = fit_threshold(known[:, ::2], targets[::2], risk=risk)
     answers, truth = decide(known[:, 1::2], threshold), targets[1::2]
     answered = answers != ABSTAIN
     wrong = int((answers[answered] != truth[answered]).sum())
@@ -89,10 +97,10 @@ def reject(known: Tensor, targets: Tensor, risk: float) -> dict[str, Any]:
 
 def temper(known: Tensor, targets: Tensor) -> dict[str, Any]:
     """A temperature from the even images, and what it does on the odd ones."""
-    t = temperature(known[:, ::2], targets[::2])
+    t = fit_temperature(known[:, ::2], targets[::2])
     probs, truth = known[:, 1::2], targets[1::2]
     found: dict[str, Any] = {"temperature": round(t, 4)}
-    for name, answer in (("before", probs), ("after", tempered(probs, t)[None])):
+    for name, answer in (("before", probs), ("after", apply_temperature(probs, t)[None])):
         found[name] = {
             "ece": round(100 * cmcl.metrics.ece(answer, truth), 4),
             "nll": round(cmcl.metrics.nll(answer, truth), 4),

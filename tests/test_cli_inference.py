@@ -508,7 +508,7 @@ class TestThreshold:
         values = json.loads(path.read_text())
         test = package.data.load("digits", split="test").images[:2]
         scores = uncertainty(package.load(trained / "ensemble").predict(test).member_probs, "mean_entropy")
-        path.write_text(json.dumps(values | {"value": float(scores.mean()), "answered": 5, "errors": 0}))
+        path.write_text(json.dumps(values | {"value": float(scores.mean()), "predicted": 5, "errors": 0}))
         return path, scores.tolist()
 
     def test_abstain(self, cmcl, trained, images, threshold, tmp_path):

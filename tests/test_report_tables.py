@@ -347,7 +347,7 @@ def test_modest_answers_are_told_only_where_they_are():
         "On digits, CMCL's averaged answer is too modest: 60.0 % sure on average, and right in 97.0 % (its "
         "calibration error is 37.0 %, IE's 2.5 %)."
     )
-    assert "cmcl.calibration.temperature" in told
+    assert "cmcl.calibration.fit_temperature" in told
     for fine in ((95.0, 97.0, 2.0), (97.0, 60.0, 37.0), (90.0, 92.0, 20.0)):
         assert len(of_runs(calibrated(*fine))) == 1, fine
 

@@ -1,22 +1,24 @@
-"""When to stay silent, what looks unfamiliar, and probabilities that can be taken at their word.
+"""Temperature scaling, selective prediction, and uncertainty scores.
 
-M members, N examples, C classes. Everything works on `member_probs` (M, N, C), what `Ensemble.predict` gives.
+M members, N examples, C classes. Everything works on `member_probs` (M, N, C), as `Ensemble.predict` gives.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from numbers import Real
-from typing import Any
+from typing import Annotated, Any, Self
 
 import torch
+from pydantic import BeforeValidator, ConfigDict, Field, field_serializer, model_validator
 from torch import Tensor
 
 from . import _checks, metrics
+from ._schema import Schema
 from .telling import tell
 
-ABSTAIN = -1  # in the place of a class
-LEVELS = 20  # coverages that `calibrate` tries: 5 %, 10 %, ..., 100 %
+ABSTAIN = -1  # instead of a class
+LEVELS = 20  # coverages that `fit_threshold` tries: 5 %, 10 %, ..., 100 %
+LOWEST_RISK = 1e-9
+WIDEST = 20.0  # a temperature lies between 1 / WIDEST and WIDEST: beyond, nothing is left of a prediction
 
 
 def _confidence(member_probs: Tensor) -> Tensor:
@@ -40,22 +42,22 @@ def _disagreement(member_probs: Tensor) -> Tensor:
     return _mean_entropy(member_probs) - _member_entropy(member_probs)
 
 
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {  # (M, N, C, ...) -> (N,); higher: less sure
-    "confidence": _confidence,  # 1 - the averaged answer's highest probability
-    "mean_entropy": _mean_entropy,  # of the averaged answer, nats: unsure, or of several minds
-    "member_entropy": _member_entropy,  # mean over members, nats: how silent they are, agreed or not
-    "lowest_entropy": _lowest_entropy,  # of the surest member, nats: high if this is nobody's speciality
-    "disagreement": _disagreement,  # the second less the third, nats: members are sure of different answers
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {  # (M, N, C, ...) -> (N,); higher: less confident
+    "confidence": _confidence,  # 1 - the averaged prediction's highest probability
+    "mean_entropy": _mean_entropy,  # of the averaged prediction, nats: members are uncertain, or disagree
+    "member_entropy": _member_entropy,  # mean over members, nats: high if many are near-uniform
+    "lowest_entropy": _lowest_entropy,  # of the most confident member, nats: high without a specialist
+    "disagreement": _disagreement,  # the second less the third, nats: members predict different classes
 }
 
 
 def uncertainty(member_probs: Tensor, score: str = "mean_entropy") -> Tensor:
-    """How unsure the ensemble is of each example, (N,): to reject by, or to rank by as unfamiliar.
+    """The uncertainty of each example, (N,): to abstain by, or to detect out-of-distribution data by.
 
     Args:
         member_probs: (M, N, C), or dense (M, N, C, H, W), which gives the pixel mean.
-        score: a name in `SCORES`. "lowest_entropy" reads CMCL at its word: members are trained to be silent
-            outside their speciality, so an input on which even the surest is silent is nobody's.
+        score: a name in `SCORES`. "lowest_entropy" fits CMCL best: members are trained towards uniform
+            outside their speciality, so no member is a specialist of an input on which all are uncertain.
             "disagreement" is for independent members only: specialists disagree by design. How well each
             ranks, measured: docs/rejecting.md.
     """
@@ -67,88 +69,88 @@ def uncertainty(member_probs: Tensor, score: str = "mean_entropy") -> Tensor:
     return SCORES[score](member_probs)
 
 
-def check_promise(risk: float, confidence: float, score: str) -> None:
-    """What `calibrate` can be asked for: to be known before its examples are computed."""
-    for name, value in (("risk", risk), ("confidence", confidence)):
-        _checks.probability(name, value)
-        if value in (0, 1):
-            raise ValueError(f"{name} must be above 0 and below 1. Got {value}.")
+def check_guarantee(risk: float, confidence: float, score: str) -> None:
+    """Raise unless `fit_threshold` takes these, so that it is known before anything is computed."""
+    _checks.probability("risk", risk)
+    _checks.probability("confidence", confidence)
+    if not LOWEST_RISK <= risk < 1:
+        raise ValueError(f"risk must be at least {LOWEST_RISK:g} and below 1. Got {risk}.")
+    if confidence in (0, 1):
+        raise ValueError(f"confidence must be above 0 and below 1. Got {confidence}.")
     _checks.choice("score", score, tuple(SCORES))
 
 
-@dataclass(frozen=True)
-class Threshold:
-    """Answer where the uncertainty is below `value`. Made by `calibrate`, used by `decide`."""
+def _read_value(value: Any) -> Any:
+    """JSON has no infinity, so it is written as text."""
+    number = float(value) if value in ("inf", "-inf") else value
+    if isinstance(number, float) and math.isnan(number):  # all scores fail `score < nan`: always abstain
+        raise ValueError("value must be a number, or 'inf' or '-inf' in JSON. Got NaN.")
+    return number
 
-    value: float  # +inf: always answer; -inf: never
+
+class Threshold(Schema):
+    """The ensemble predicts where the uncertainty is below `value`, and abstains elsewhere."""
+
+    model_config = ConfigDict(strict=True)
+
+    value: Annotated[float, Field(allow_inf_nan=True), BeforeValidator(_read_value)]  # inf: never abstain
     score: str
-    risk: float  # what was asked for ...
+    risk: float  # the guarantee ...
     confidence: float
-    examples: int  # ... and what the calibration data showed
-    answered: int
-    errors: int
-    bound: float  # upper confidence bound of the error among answered examples; 1 if none is
-    weights: str | None = None  # checksum of the saved ensemble that it is for, where that is known
+    examples: int = Field(ge=1)  # ... and the calibration data that it rests on
+    predicted: int = Field(ge=0)
+    errors: int = Field(ge=0)
+    bound: float = Field(ge=0, le=1)  # upper confidence bound of the error among the predicted; 1 if none is
+    weights: str | None = None  # checksum of the saved ensemble that it is for, if known
 
-    def __post_init__(self) -> None:
-        check_promise(self.risk, self.confidence, self.score)
-        _check_value(self.value)
-        _checks.at_least(1, examples=self.examples)
-        _checks.at_least(0, answered=self.answered, errors=self.errors)
-        if not self.errors <= self.answered <= self.examples:
-            counts = f"{self.errors}, {self.answered} and {self.examples}"
-            raise ValueError(f"errors must be at most answered, and that at most examples. Got {counts}.")
-        _checks.probability("bound", self.bound)
-        if not isinstance(self.weights, str | None):
-            raise TypeError(f"weights must be a checksum, or None. Got {_checks.kind(self.weights)}.")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_guarantee(self.risk, self.confidence, self.score)
+        if not self.errors <= self.predicted <= self.examples:
+            counts = f"{self.errors}, {self.predicted} and {self.examples}"
+            raise ValueError(f"errors must be at most predicted, and that at most examples. Got {counts}.")
+        return self
+
+    @field_serializer("value", when_used="json")
+    def _write_value(self, value: float) -> float | str:
+        return value if math.isfinite(value) else str(value)
 
     @property
     def reached(self) -> bool:
-        """Whether the risk can be promised for any share of the examples."""
-        return self.answered > 0
+        """Whether the guarantee holds at any coverage."""
+        return self.predicted > 0
 
     @property
     def coverage(self) -> float:
-        """Share of the calibration examples that is answered."""
-        return self.answered / self.examples
+        """Fraction of the calibration examples that is predicted."""
+        return self.predicted / self.examples
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; an infinite `value` is written as text, and `weights` only where they are known."""
-        values = asdict(self) | {"value": self.value if math.isfinite(self.value) else str(self.value)}
-        return {name: value for name, value in values.items() if value is not None}
+        """JSON values; an infinite `value` is text, unknown `weights` are left out."""
+        return self.model_dump(mode="json", exclude_none=True)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Threshold":
-        """What `to_json` wrote, or all that `cmcl calibrate --json` printed."""
+    def from_json(cls, values: Any) -> "Threshold":
+        """The threshold that `to_json` wrote, or all that `cmcl calibrate --json` printed."""
         inside = values.get("threshold", values) if isinstance(values, Mapping) else values
-        if not isinstance(inside, Mapping):
-            message = f"a threshold must be a dict. Got {_checks.kind(inside)}."
-            raise TypeError(f"{message} Of a file, pass json.loads(path.read_text()).")
-        known = [field.name for field in fields(cls)]
-        missing = [name for name in known if name not in inside and name != "weights"]
-        unknown = [str(name) for name in inside if name not in known]
-        if missing or unknown:
-            got = f"{len(missing)} missing ({', '.join(missing)})" if missing else ", ".join(unknown)
-            message = f"a threshold must have the fields that to_json writes, and no others. Got {got}."
-            raise ValueError(f"{message} Make it with calibrate() or `cmcl calibrate -o FILE`.")
-        value = inside["value"]
-        return cls(**dict(inside) | {"value": float(value) if value in ("inf", "-inf") else value})
+        threshold: Threshold = cls.parse(inside, source="threshold")
+        return threshold
 
     def __str__(self) -> str:
-        promise = f"at most {self.risk:.2%} wrong among the answered, with {self.confidence:.0%} confidence"
+        goal = f"at most {self.risk:.2%} of predictions wrong, with {self.confidence:.0%} confidence"
         if self.reached:
             return (
-                f"{promise}: answers {self.coverage:.1%} ({self.errors} wrong of {self.answered:,} in "
+                f"{goal}: coverage {self.coverage:.1%} ({self.errors} wrong of {self.predicted:,} on "
                 f"{self.examples:,} calibration examples, bound {self.bound:.2%})"
             )
         return (
-            f"{promise}: cannot be promised from {self.examples:,} calibration examples, so every example is "
-            f"rejected. {examples_needed(self.risk, self.confidence):,} answers without an error are the "
-            "least it takes; allow a higher risk, or bring more examples or a better ensemble"
+            f"{goal}: not reached with {self.examples:,} calibration examples, so the ensemble always "
+            f"abstains. {examples_needed(self.risk, self.confidence):,} predictions without an error are the "
+            "least it takes; allow a higher risk, or use more examples or a better ensemble"
         )
 
 
-def calibrate(
+def fit_threshold(
     member_probs: Tensor,
     targets: Tensor,
     *,
@@ -156,107 +158,100 @@ def calibrate(
     confidence: float = 0.95,
     score: str = "confidence",
 ) -> Threshold:
-    """The threshold that answers most, and is wrong on at most the share `risk` of what it answers.
+    """The threshold of largest coverage whose predictions are wrong with probability at most `risk`.
 
     The guarantee: with probability `confidence` over the draw of the calibration examples, the averaged
-    answer is wrong with probability at most `risk` on a new example, given that it is answered. It holds
-    for any ensemble and any score, at any number of examples, if
+    prediction is wrong with probability at most `risk` on a new example, given that the ensemble does not
+    abstain. It holds for any ensemble, score and number of examples, if
 
     - calibration examples and new ones are drawn independently from the same distribution,
     - the ensemble was neither trained nor chosen on the calibration examples, and
     - risk, confidence and score were fixed before looking at them.
 
-    It is about all answered examples together, not about each class, and says nothing once the data change.
+    It is about all predicted examples together, not about each class, and does not survive a shift.
 
-    How: twenty thresholds are tried, those that answer 5 %, 10 %, ..., all of the calibration examples.
-    Given such a threshold (a fixed rank of the scores), the examples beyond it are independent draws, so
+    How: twenty thresholds are tried, those with coverage 5 %, 10 %, ..., 100 % of the calibration examples.
+    Given such a threshold (a fixed rank of the scores), the examples below it are independent draws, so
     their errors are binomial, and the Clopper-Pearson bound at level (1 - confidence) / 20 holds for each;
     together they hold with `confidence`. The loosest threshold whose bound is within the risk is returned.
 
     Args:
         member_probs: (M, N, C) of held-out examples.
         targets: their classes, (N,).
-        risk: the share of wrong answers to allow, between 0 and 1 exclusive.
-        confidence: of the guarantee, between 0 and 1 exclusive.
-        score: what to reject by, a name in `SCORES`.
+        risk: the error rate to allow among the predictions, above 0 and below 1.
+        confidence: of the guarantee, above 0 and below 1.
+        score: the uncertainty to abstain by, a name in `SCORES`.
     """
-    check_promise(risk, confidence, score)
+    check_guarantee(risk, confidence, score)
     scores = uncertainty(member_probs, score)  # (N,)
     if member_probs.ndim != 3:
         raise ValueError(
-            "member_probs must have one answer per example, shape (members, examples, classes). "
-            f"Got {_checks.kind(member_probs)}; reject dense outputs by uncertainty()."
+            "member_probs must have one prediction per example, shape (members, examples, classes). "
+            f"Got {_checks.kind(member_probs)}; for dense outputs use uncertainty()."
         )
     metrics.top1_error(member_probs, targets)  # for its checks
     wrong = member_probs.mean(0).argmax(1) != targets
-    level = (1 - confidence) / LEVELS
+    fixed: dict[str, Any] = {"score": score, "risk": risk, "confidence": confidence, "examples": len(scores)}
     for value in _candidates(scores):
-        answered = scores < value  # strictly: examples that tie with the threshold are not independent of it
-        n, k = int(answered.sum()), int(wrong[answered].sum())
-        if (bound := upper_bound(k, n, level)) <= risk:
-            return Threshold(value, score, risk, confidence, len(scores), n, k, bound)
-    return Threshold(-math.inf, score, risk, confidence, len(scores), 0, 0, 1.0)
+        below = scores < value  # strictly: examples that tie with the threshold are not independent of it
+        n, k = int(below.sum()), int(wrong[below].sum())
+        if (bound := upper_bound(k, n, (1 - confidence) / LEVELS)) <= risk:
+            return Threshold(value=value, predicted=n, errors=k, bound=bound, **fixed)
+    return Threshold(value=-math.inf, predicted=0, errors=0, bound=1.0, **fixed)
 
 
 def decide(member_probs: Tensor, threshold: Threshold) -> Tensor:
-    """The ensemble's answers (N,), `ABSTAIN` (-1) where it is less sure than the threshold asks."""
-    sure = uncertainty(member_probs, threshold.score) < threshold.value
-    return member_probs.mean(0).argmax(1).where(sure, ABSTAIN)
+    """The predicted classes (N,), `ABSTAIN` (-1) where the uncertainty is not below the threshold."""
+    confident = uncertainty(member_probs, threshold.score) < threshold.value
+    return member_probs.mean(0).argmax(1).where(confident, ABSTAIN)
 
 
-def temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
-    """The T for `tempered` that gives held-out examples the lowest negative log-likelihood.
+def fit_temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
+    """The T for `apply_temperature` with the lowest negative log-likelihood on held-out examples.
 
-    Silent members pull the averaged answer of CMCL towards uniform, so T is below 1 there as a rule.
+    Near-uniform non-specialists make the averaged prediction of CMCL underconfident, so T is usually below 1.
     """
     from scipy.optimize import minimize_scalar
 
     averaged = member_probs.mean(0, keepdim=True).double()  # (1, N, C, ...)
 
     def cost(log_t: float) -> float:
-        probs = tempered(averaged, math.exp(log_t))[None]
+        probs = apply_temperature(averaged, math.exp(log_t))[None]
         return metrics.nll(probs, targets, ignore_index=ignore_index)
 
-    # Convex in 1 / T, so there is one minimum; beyond a factor of 20 nothing is left of the answer.
-    widest = math.log(20)
+    widest = math.log(WIDEST)  # the cost is convex in 1 / T, so there is one minimum
     found = minimize_scalar(cost, bounds=(-widest, widest), method="bounded")
     if abs(found.x) > widest - 1e-3:
         tell(
             f"the temperature, {math.exp(found.x):.3g}, is the end of its range: these examples have no best "
-            "one. Where none of them is answered wrong, any surer answer looks better; give it more."
+            "one. If all predictions are correct, lower is always better; use more examples."
         )
     return math.exp(found.x)
 
 
-def tempered(member_probs: Tensor, temperature: float) -> Tensor:
-    """The averaged answer (N, C, ...), its probabilities raised to 1 / temperature and normed again."""
+def apply_temperature(member_probs: Tensor, temperature: float) -> Tensor:
+    """The averaged prediction (N, C, ...), its probabilities raised to 1 / temperature and normalised."""
     if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be above 0. Got {temperature}. Fit it with temperature().")
+        raise ValueError(f"temperature must be above 0. Got {temperature}. Fit it with fit_temperature().")
     averaged = member_probs.mean(0)
     tiny = torch.finfo(averaged.dtype).tiny  # log 0 is no number
     return (averaged.clamp(min=tiny).log() / temperature).softmax(1)
 
 
 def upper_bound(errors: int, n: int, level: float) -> float:
-    """Clopper-Pearson: the error rate at which so few of `n` are wrong with probability `level` only."""
+    """Clopper-Pearson: the error rate at which so few errors among `n` have probability `level`."""
     from scipy.stats import beta
 
     return 1.0 if errors >= n else float(beta.ppf(1 - level, errors + 1, n - errors))
 
 
 def examples_needed(risk: float, confidence: float) -> int:
-    """How many answers, none of them wrong, it takes before `calibrate` can promise anything."""
+    """The number of predictions, none of them wrong, from which `fit_threshold` can reach the risk."""
     return math.ceil(math.log((1 - confidence) / LEVELS) / math.log1p(-risk))
 
 
-def _check_value(value: float) -> None:
-    """A number or an infinity. Not NaN: no score is below it, so all would be rejected without a word."""
-    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
-        raise ValueError(f"value must be a number, or 'inf' or '-inf' in JSON. Got {_checks.kind(value)}.")
-
-
 def _candidates(scores: Tensor) -> list[float]:
-    """Thresholds from the loosest, which answers all, to the strictest."""
+    """Thresholds from the loosest, which never abstains, to the strictest."""
     n, ordered = len(scores), scores.sort().values
     ranks = [n * level // LEVELS for level in range(LEVELS - 1, 0, -1)]
     return [math.inf, *(float(ordered[rank]) for rank in ranks)]

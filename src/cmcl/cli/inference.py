@@ -4,7 +4,6 @@ M members, N images, C classes.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -152,12 +151,11 @@ def calibrate(
     the given fraction of the predictions made is wrong. This holds for new images from the same distribution,
     if risk, confidence and score are chosen beforehand. Exit code 1: no threshold reaches the risk.
     """
-    from ..calibration import ABSTAIN, check_promise, decide
-    from ..calibration import calibrate as fit_threshold
+    from ..calibration import ABSTAIN, check_guarantee, decide, fit_threshold
     from ..data.dataset import evenly_spaced
     from ..serialization import saved_checksum
 
-    check_promise(risk, confidence, score)
+    check_guarantee(risk, confidence, score)
     common.check_writable(out, "--out")
     folder, device = loading.ensemble_folder(run), common.check_device(device)
     test = evenly_spaced(loading.load_test(folder, data, root, option), limit)
@@ -166,7 +164,7 @@ def calibrate(
     test = loading.align_classes(ensemble, test)
     probs = ensemble.predict(test.images, batch_size=BATCH).member_probs
     threshold = fit_threshold(probs[:, ::2], test.targets[::2], risk=risk, confidence=confidence, score=score)
-    threshold = replace(threshold, weights=saved_checksum(folder))
+    threshold = threshold.model_copy(update={"weights": saved_checksum(folder)})
     predictions, truth = decide(probs[:, 1::2], threshold), test.targets[1::2]
     made = predictions != ABSTAIN
     tested = {

@@ -116,7 +116,7 @@ def modest(cmcl: Sequence[Record], ie: Sequence[Record] = (), *, where: str = ""
         f"{where}CMCL's averaged answer is too modest: {confidence:.1f} % sure on average, and right in "
         f"{accuracy:.1f} % (its calibration error is {ece:.1f} %{beside}). Members that stay silent lower "
         "the average. One temperature, fitted on held-out examples, mends that: "
-        "cmcl.calibration.temperature, docs/rejecting.md."
+        "cmcl.calibration.fit_temperature, docs/rejecting.md."
     )
 
 

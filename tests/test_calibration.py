@@ -1,8 +1,7 @@
-"""Abstention keeps its promise, and scores rank as their names say."""
+"""Selective prediction keeps its guarantee, temperature scaling finds its optimum, scores rank as named."""
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +14,24 @@ from cmcl.calibration import (
     LEVELS,
     SCORES,
     Threshold,
-    calibrate,
+    apply_temperature,
     decide,
     examples_needed,
-    temperature,
-    tempered,
+    fit_temperature,
+    fit_threshold,
     uncertainty,
     upper_bound,
+)
+
+THRESHOLD = Threshold(
+    value=0.25,
+    score="confidence",
+    risk=0.01,
+    confidence=0.95,
+    examples=1000,
+    predicted=500,
+    errors=1,
+    bound=0.009,
 )
 
 
@@ -112,15 +122,15 @@ def test_by_hand():
     confidence = torch.cat([torch.linspace(0.8, 1, 1000), torch.linspace(0.4, 0.7, 1000)])
     targets = torch.zeros(2000, dtype=torch.long)
     targets[1000::2] = 1
-    found = calibrate(probs_of(confidence), targets, risk=0.01)
-    assert (found.answered, found.errors, found.coverage) == (1000, 0, 0.5)
+    found = fit_threshold(probs_of(confidence), targets, risk=0.01)
+    assert (found.predicted, found.errors, found.coverage) == (1000, 0, 0.5)
     assert found.bound == pytest.approx(1 - (0.05 / LEVELS) ** (1 / 1000))
     answers = decide(probs_of([0.9, 0.75, 0.5]), found)
     assert answers.tolist() == [0, 0, ABSTAIN]  # 0.75 lies above the first unsure one, at 0.7
 
 
 def test_all_is_answered_where_nothing_goes_wrong():
-    found = calibrate(probs_of(torch.linspace(0.4, 1, 700)), torch.zeros(700, dtype=torch.long))
+    found = fit_threshold(probs_of(torch.linspace(0.4, 1, 700)), torch.zeros(700, dtype=torch.long))
     assert found.coverage == 1
     assert found.value == math.inf
     assert decide(probs_of([0.34]), found).tolist() == [0]
@@ -128,21 +138,21 @@ def test_all_is_answered_where_nothing_goes_wrong():
 
 def test_nothing_is_answered_where_the_risk_cannot_be_promised():
     few = examples_needed(0.01, 0.95) - 1
-    found = calibrate(probs_of(torch.linspace(0.4, 1, few)), torch.zeros(few, dtype=torch.long))
+    found = fit_threshold(probs_of(torch.linspace(0.4, 1, few)), torch.zeros(few, dtype=torch.long))
     assert not found.reached
     assert found.coverage == 0
     assert decide(probs_of([1.0, 0.5]), found).tolist() == [ABSTAIN, ABSTAIN]
-    assert "cannot be promised" in str(found)
-    assert f"{few + 1:,} answers without an error" in str(found)
+    assert "not reached" in str(found)
+    assert f"{few + 1:,} predictions without an error" in str(found)
 
 
 def test_equal_scores_are_answered_together_or_not_at_all():
     """A saturated softmax: most confidences are exactly 1, and some of those answers are wrong."""
     confidence = torch.cat([torch.ones(1500), torch.full((500,), 0.5)])
     targets = (torch.arange(2000) % 30 == 0).long()
-    found = calibrate(probs_of(confidence), targets, risk=0.01)
+    found = fit_threshold(probs_of(confidence), targets, risk=0.01)
     assert not found.reached
-    assert calibrate(probs_of(confidence), targets, risk=0.1).answered in {1500, 2000}
+    assert fit_threshold(probs_of(confidence), targets, risk=0.1).predicted in {1500, 2000}
 
 
 @settings(max_examples=30, deadline=None)
@@ -151,12 +161,12 @@ def test_more_risk_and_less_confidence_answer_more(seed, risk, score):
     generator = torch.Generator().manual_seed(seed)
     probs = torch.rand(3, 400, 4, generator=generator).mul(6).softmax(2)
     targets = torch.where(torch.rand(400, generator=generator) < 0.9, probs.mean(0).argmax(1), 0)
-    base = calibrate(probs, targets, risk=risk, score=score)
-    assert calibrate(probs, targets, risk=risk + 0.1, score=score).answered >= base.answered
-    assert calibrate(probs, targets, risk=risk, confidence=0.8, score=score).answered >= base.answered
+    base = fit_threshold(probs, targets, risk=risk, score=score)
+    assert fit_threshold(probs, targets, risk=risk + 0.1, score=score).predicted >= base.predicted
+    assert fit_threshold(probs, targets, risk=risk, confidence=0.8, score=score).predicted >= base.predicted
     assert base.bound <= risk or not base.reached
     answers = decide(probs, base)
-    assert int((answers != ABSTAIN).sum()) == base.answered
+    assert int((answers != ABSTAIN).sum()) == base.predicted
     assert int(((answers != targets) & (answers != ABSTAIN)).sum()) == base.errors
 
 
@@ -175,7 +185,7 @@ def test_the_guarantee_by_simulation(case):
     broken = reached = 0
     for seed in range(200):
         probs, targets = draw(600, torch.Generator().manual_seed(seed), error)
-        found = calibrate(probs, targets, risk=0.05, confidence=0.8)
+        found = fit_threshold(probs, targets, risk=0.05, confidence=0.8)
         if found.reached:
             reached += 1
             lowest = max(0.4, 1 - found.value) if math.isfinite(found.value) else 0.4
@@ -196,60 +206,49 @@ def test_one_threshold_alone_would_break_the_promise():
     assert broken > 0.2 * 200 + 3 * 6
 
 
-def test_a_threshold_travels_as_json():
-    for found in (
-        Threshold(0.25, "confidence", 0.01, 0.95, 1000, 500, 1, 0.009),
-        Threshold(math.inf, "mean_entropy", 0.01, 0.95, 1000, 1000, 1, 0.009),
-    ):
-        text = json.dumps(found.to_json(), allow_nan=False)
-        assert Threshold.from_json(json.loads(text)) == found
-        assert Threshold.from_json({"threshold": json.loads(text), "tried": {}}) == found
-
-
-def test_a_threshold_may_name_the_weights_it_is_for():
-    found = Threshold(0.25, "confidence", 0.01, 0.95, 1000, 500, 1, 0.009)
-    assert "weights" not in found.to_json()
-    tied = replace(found, weights="abc")
-    assert Threshold.from_json(tied.to_json()) == tied != found
+@pytest.mark.parametrize("change", [{}, {"value": math.inf}, {"value": -math.inf}, {"weights": "abc"}])
+def test_a_threshold_survives_json(change):
+    found = THRESHOLD.model_copy(update=change)
+    text = json.dumps(found.to_json(), allow_nan=False)
+    assert Threshold.from_json(json.loads(text)) == found
+    assert Threshold.from_json({"threshold": json.loads(text), "tested": {}}) == found
+    assert ("weights" in found.to_json()) == ("weights" in change)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"value": "nan"}, "value must be a number, or 'inf' or '-inf' in JSON. Got str 'nan'."),
-        ({"value": math.nan}, "value must be a number, .* Got float nan."),
-        ({"value": True}, "value must be a number, .* Got bool True."),
-        ({"value": None}, "value must be a number, .* Got NoneType."),
-        ({"risk": "a"}, "risk must be a number. Got str 'a'."),
+        ({"value": "nan"}, "value must be"),
+        ({"value": math.nan}, "value must be"),
+        ({"value": True}, "value must be"),
+        ({"value": None}, "value must be"),
+        ({"value": 10**400}, "value must be"),
+        ({"risk": "a"}, "risk must be"),
         ({"risk": 5}, "risk must be between 0 and 1. Got 5."),
+        ({"risk": 1e-320}, "risk must be at least 1e-09"),
         ({"confidence": 0}, "confidence must be above 0 and below 1. Got 0."),
         ({"score": "foo"}, "score must be one of 'confidence', .* Got 'foo'."),
-        ({"score": ["confidence"]}, "score must be one of"),
-        ({"examples": 0, "answered": 0}, "examples must be a whole number of at least 1. Got 0."),
-        ({"answered": 5.5}, "answered must be a whole number of at least 0. Got 5.5."),
-        ({"errors": 501}, "errors must be at most answered, .* Got 501, 500 and 1000."),
-        ({"answered": 1001}, "that at most examples. Got 1, 1001 and 1000."),
-        ({"bound": "b"}, "bound must be a number. Got str 'b'."),
-        ({"weights": 3}, "weights must be a checksum, or None. Got int 3."),
-        ({"speed": 9}, "must have the fields that to_json writes, and no others. Got speed. Make it with"),
+        ({"score": ["confidence"]}, "score must be"),
+        ({"examples": 0, "predicted": 0}, "examples must be"),
+        ({"predicted": 5.5}, "predicted must be"),
+        ({"predicted": True}, "predicted must be"),
+        ({"errors": -1}, "errors must be"),
+        ({"errors": 501}, "errors must be at most predicted, .* Got 501, 500 and 1000."),
+        ({"predicted": 1001}, "that at most examples. Got 1, 1001 and 1000."),
+        ({"bound": "b"}, "bound must be"),
+        ({"bound": 1.5}, "bound must be"),
+        ({"weights": 3}, "weights must be"),
+        ({"speed": 9}, "has no field 'speed'"),
     ],
 )
 def test_a_threshold_of_nonsense(change, message):
-    values = Threshold(0.25, "confidence", 0.01, 0.95, 1000, 500, 1, 0.009).to_json()
-    with pytest.raises((ValueError, TypeError), match=message):
-        Threshold.from_json(values | change)
+    with pytest.raises(ValueError, match=f"threshold: .*{message}"):
+        Threshold.from_json(THRESHOLD.to_json() | change)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ("threshold.json", "must be a dict. Got str 'threshold.json'. Of a file, pass json.loads"),
-        ({"threshold": [1]}, "must be a dict. Got list."),
-        ({}, "Got 8 missing .value, score, risk, confidence, examples, answered, errors, bound.. Make it"),
-    ],
-)
-def test_no_threshold_at_all(values, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+@pytest.mark.parametrize("values", ["threshold.json", {"threshold": [1]}, {}, None])
+def test_no_threshold_at_all(values):
+    with pytest.raises(ValueError, match="^threshold: Threshold must"):
         Threshold.from_json(values)
 
 
@@ -266,13 +265,14 @@ def test_unfamiliar_examples_rank_higher():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"risk": 0}, "risk must be above 0 and below 1. Got 0."),
+        ({"risk": 0}, "risk must be at least 1e-09 and below 1. Got 0."),
         ({"confidence": 1.0}, "confidence must be above 0 and below 1. Got 1.0."),
+        ({"risk": 1}, "risk must be at least 1e-09 and below 1. Got 1."),
         ({"risk": 1.5}, "risk must be between 0 and 1. Got 1.5."),
         ({"score": "entropy"}, "score must be one of 'confidence', .* Got 'entropy'."),
         ({"targets": torch.zeros(4, dtype=torch.long)}, "targets must be an integer tensor of shape"),
         ({"member_probs": torch.rand(5, 3)}, "member_probs must have shape"),
-        ({"member_probs": torch.ones(1, 5, 2, 2, 2) / 2}, "must have one answer per example"),
+        ({"member_probs": torch.ones(1, 5, 2, 2, 2) / 2}, "must have one prediction per example"),
         ({"member_probs": torch.randn(1, 5, 3)}, "must be at least 0 and sum to 1"),
     ],
 )
@@ -283,7 +283,7 @@ def test_errors(change, message):
         "risk": 0.1,
     } | change
     with pytest.raises(ValueError, match=message):
-        calibrate(arguments.pop("member_probs"), arguments.pop("targets"), **arguments)
+        fit_threshold(arguments.pop("member_probs"), arguments.pop("targets"), **arguments)
 
 
 def test_the_temperature_that_was_applied_is_found():
@@ -292,25 +292,25 @@ def test_the_temperature_that_was_applied_is_found():
     true = torch.rand(1, 20_000, 4, generator=generator, dtype=torch.float64).mul(4).softmax(2)
     targets = torch.multinomial(true[0], 1, generator=generator)[:, 0]
     shown = true.square() / true.square().sum(2, keepdim=True)
-    t = temperature(shown, targets)
+    t = fit_temperature(shown, targets)
     assert t == pytest.approx(2, rel=0.05)
-    torch.testing.assert_close(tempered(shown, 2.0), true[0])
-    assert metrics.nll(tempered(shown, t)[None], targets) <= metrics.nll(true, targets)
+    torch.testing.assert_close(apply_temperature(shown, 2.0), true[0])
+    assert metrics.nll(apply_temperature(shown, t)[None], targets) <= metrics.nll(true, targets)
 
 
 def test_tempering_keeps_the_answer_and_one_changes_nothing():
     probs = torch.rand(3, 50, 5, dtype=torch.float64).softmax(2)  # in float32 the two largest may tie
-    torch.testing.assert_close(tempered(probs, 1.0), probs.mean(0))
+    torch.testing.assert_close(apply_temperature(probs, 1.0), probs.mean(0))
     for t in (0.1, 0.5, 3.0):
-        assert torch.equal(tempered(probs, t).argmax(1), probs.mean(0).argmax(1))
-    assert tempered(torch.tensor([[[1.0, 0.0]]]), 0.05).tolist() == [[1.0, 0.0]]
+        assert torch.equal(apply_temperature(probs, t).argmax(1), probs.mean(0).argmax(1))
+    assert apply_temperature(torch.tensor([[[1.0, 0.0]]]), 0.05).tolist() == [[1.0, 0.0]]
 
 
 def test_no_best_temperature_is_told():
     """All answers are right: the surer, the better, without an end."""
     probs = torch.rand(3, 50, 4).softmax(2)
-    with pytest.warns(UserWarning, match="0.05, is the end of its range: these examples have no best one"):
-        temperature(probs, probs.mean(0).argmax(1))
+    with pytest.warns(UserWarning, match="0.05, is the end of its range"):
+        fit_temperature(probs, probs.mean(0).argmax(1))
 
 
 def test_a_silent_half_is_undone():
@@ -321,7 +321,7 @@ def test_a_silent_half_is_undone():
     sure = torch.nn.functional.one_hot(said, 10).double()
     probs = torch.stack([sure, sure, torch.full_like(sure, 0.1), torch.full_like(sure, 0.1)])
     assert metrics.ece(probs, targets) > 0.3
-    assert metrics.ece(tempered(probs, temperature(probs, targets))[None], targets) < 0.01
+    assert metrics.ece(apply_temperature(probs, fit_temperature(probs, targets))[None], targets) < 0.01
 
 
 def test_dense_answers_are_tempered_too():
@@ -329,8 +329,10 @@ def test_dense_answers_are_tempered_too():
     targets = probs.mean(0).argmax(1)  # (3, 5, 6)
     targets[:, :2] = torch.randint(4, (3, 2, 6))
     targets[0, 0, 0] = 255
-    t = temperature(probs, targets, ignore_index=255)
-    before, after = (metrics.nll(x, targets, ignore_index=255) for x in (probs, tempered(probs, t)[None]))
+    t = fit_temperature(probs, targets, ignore_index=255)
+    before, after = (
+        metrics.nll(x, targets, ignore_index=255) for x in (probs, apply_temperature(probs, t)[None])
+    )
     assert after <= before
     with pytest.raises(ValueError, match="temperature must be above 0. Got 0."):
-        tempered(probs, 0)
+        apply_temperature(probs, 0)
