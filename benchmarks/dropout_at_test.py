@@ -21,7 +21,7 @@ import cmcl
 from cmcl.cli.loading import ensemble_folder, load_ensemble
 from cmcl.data.dataset import Dataset, evenly_spaced, split_validation
 from cmcl.networks import SplitNetwork
-from cmcl.networks.cnn import DropoutPool, PlainDropout
+from cmcl.networks.convnet import DropoutPool, PlainDropout
 from cmcl.reproduction.environment import commit, device_name, versions
 
 TREATMENTS = {"shrunk": 1, "expected": 1, "drawn once": 1, "drawn 8 times": 8}  # how often each is asked

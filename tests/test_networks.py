@@ -13,7 +13,7 @@ from torch import nn
 
 from cmcl import networks
 from cmcl.networks import NETWORKS, SplitNetwork, cnn, describe, fcn, googlenet18, plain, resnet20, vggnet17
-from cmcl.networks.cnn import DropoutPool, PlainDropout
+from cmcl.networks.convnet import DropoutPool, PlainDropout
 from cmcl.networks.googlenet import Inception
 from cmcl.networks.resnet import Block, Shortcut
 
@@ -199,7 +199,7 @@ def test_options_are_taken_as_given():
 
 
 def test_every_network_is_listed_under_its_name():
-    assert all(getattr(networks, name) is build for name, build in NETWORKS.items())
+    assert all(getattr(networks, name) is info.build for name, info in NETWORKS.items())
 
 
 # --- the layers

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from ..networks import NETWORKS
 from . import common
 
 if TYPE_CHECKING:
@@ -26,13 +27,6 @@ ECE = (
     "CMCL is underconfident, so its ECE is high: near-uniform predictions of non-specialists are part of the "
     "average. Temperature scaling fixes this: docs/rejecting.md."
 )
-NETWORKS = {  # name -> description; plain text, so that `cmcl list` does not load torch
-    "cnn": "two convolutions, the small network of Tables 1 and 2",
-    "vggnet17": "VGGNet with 17 layers, Table 3",
-    "googlenet18": "GoogLeNet with 18 layers, Table 3",
-    "resnet20": "ResNet with 20 layers, Table 3",
-    "fcn": "fully convolutional, a class per pixel, figures 3 and 4",
-}
 KINDS = ("recipes", "networks", "data")
 GROUPS = {  # first table or figure of a recipe -> title
     "": "Small recipes, for any computer and without a download",
@@ -171,7 +165,10 @@ def _everything() -> dict[str, list[dict[str, Any]]]:
 
     return {
         "recipes": [_recipe(name) for name in RECIPES],
-        "networks": [{"name": name, "description": text} for name, text in NETWORKS.items()],
+        "networks": [
+            {"name": name, "description": f"{info.description}, {info.paper}"}
+            for name, info in NETWORKS.items()
+        ],
         "data": [{"name": name, "description": info.description} for name, info in DATASETS.items()],
     }
 
@@ -273,8 +270,6 @@ def layers(
 def _build(name: str, options: dict[str, Any]) -> "nn.Module":
     """The network of that name, ours or the user's."""
     from torch import nn
-
-    from ..networks import NETWORKS
 
     if name in NETWORKS:
         function: Callable[..., Any] = NETWORKS[name]

@@ -342,13 +342,15 @@ def _read_images(
 ) -> tuple[dict[Path, "Pixels"], dict[Path, str]]:
     """The images (C, H, W), all of one size, and the reasons why others cannot be used."""
     from ..data.images import outcomes, read_image, stored_size
+    from ..networks import BUILDERS
 
     channels, size = _image_shape(ensemble, data)
     if resize and size is None:
         raise ValueError(
             "--resize must know a size, and this ensemble records none. Resize the images yourself."
         )
-    any_size = getattr(ensemble.members[0], "name", "") == "fcn"
+    known = BUILDERS.get(getattr(ensemble.members[0], "name", ""))
+    any_size = known is not None and known.dense
     needed = None if any_size or resize else size
 
     def read(path: Path) -> "Pixels":

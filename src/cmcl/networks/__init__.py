@@ -1,40 +1,75 @@
-"""The paper's five networks, cut where their members share features.
+"""The paper's five networks, and the default network of `CMCLClassifier`: one entry of the registry each.
 
-Each is a function of keyword options that returns a `SplitNetwork`, with the weights drawn anew. `plain`, the
-default of `CMCLClassifier`, is not one of them.
+Importing this package does not load torch: a network's module is imported when the network is first used.
 """
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .base import SplitNetwork
-from .cnn import cnn
-from .fcn import fcn
-from .googlenet import googlenet18
-from .plain import Plain, plain
-from .resnet import resnet20
-from .table import describe
-from .vggnet import vggnet17
+from ..lazy import attach
 
-NETWORKS: dict[str, Callable[..., SplitNetwork]] = {
-    "cnn": cnn,
-    "vggnet17": vggnet17,
-    "googlenet18": googlenet18,
-    "resnet20": resnet20,
-    "fcn": fcn,
+
+@dataclass(frozen=True)
+class NetworkInfo:
+    """One network. Called with keyword options, it builds the network with freshly drawn weights."""
+
+    name: str  # of the function that builds it
+    title: str
+    description: str
+    paper: str  # where the paper uses it
+    module: str  # that defines the function
+    dense: bool = False  # a class per pixel, for images of any size
+
+    @property
+    def build(self) -> Callable[..., Any]:
+        """The function that builds it."""
+        function: Callable[..., Any] = getattr(import_module(f"{__name__}.{self.module}"), self.name)
+        return function
+
+    def __call__(self, **options: Any) -> "SplitNetwork | Plain":
+        """The network with these options."""
+        network: SplitNetwork | Plain = self.build(**options)
+        return network
+
+    @property
+    def __signature__(self) -> inspect.Signature:  # inspect.signature(info) shows the options
+        return inspect.signature(self.build)
+
+
+NETWORKS = {
+    info.name: info
+    for info in (
+        NetworkInfo("cnn", "small CNN", "two convolutions, the small network", "Tables 1 and 2", "convnet"),
+        NetworkInfo("vggnet17", "VGGNet-17", "VGGNet with 17 layers", "Table 3", "vggnet"),
+        NetworkInfo("googlenet18", "GoogLeNet-18", "GoogLeNet with 18 layers", "Table 3", "googlenet"),
+        NetworkInfo("resnet20", "ResNet-20", "ResNet with 20 layers", "Table 3", "resnet"),
+        NetworkInfo(
+            "fcn", "FCN", "fully convolutional, a class per pixel", "figures 3 and 4", "fullyconv", True
+        ),
+    )
 }
-# What a saved ensemble may name.
-BUILDERS: dict[str, Callable[..., SplitNetwork | Plain]] = {**NETWORKS, "plain": plain}
+PLAIN = NetworkInfo("plain", "plain network", "one hidden layer, or two convolutions", "", "mlp")
+BUILDERS = {**NETWORKS, PLAIN.name: PLAIN}  # what a saved ensemble may name
 
-__all__ = [
-    "BUILDERS",
-    "NETWORKS",
-    "Plain",
-    "SplitNetwork",
-    "cnn",
-    "describe",
-    "fcn",
-    "googlenet18",
-    "plain",
-    "resnet20",
-    "vggnet17",
-]
+_HOME = {info.name: info.module for info in BUILDERS.values()} | {
+    "Plain": "mlp",
+    "SplitNetwork": "base",
+    "describe": "table",
+}
+
+__getattr__, __dir__ = attach(__name__, _HOME)
+__all__ = ["BUILDERS", "NETWORKS", "NetworkInfo", *_HOME]
+
+if TYPE_CHECKING:
+    from .base import SplitNetwork as SplitNetwork
+    from .convnet import cnn as cnn
+    from .fullyconv import fcn as fcn
+    from .googlenet import googlenet18 as googlenet18
+    from .mlp import Plain as Plain
+    from .mlp import plain as plain
+    from .resnet import resnet20 as resnet20
+    from .table import describe as describe
+    from .vggnet import vggnet17 as vggnet17

@@ -1,4 +1,4 @@
-"""What the networks have in common: the cut into stem and trunk, a few layers, the initialisation."""
+"""What the networks have in common: the split into stem and trunk, a few layers, the initialisation."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from .. import _checks
 
 
 class SplitNetwork(nn.Module):
-    """A network cut where the members of an ensemble share features.
+    """A network split after the layer whose features are shared.
 
-    `stem(x)` gives the feature that is shared, or a tuple `(feature, *others)` whose others travel unmixed;
+    `stem(x)` gives the feature that is shared, or a tuple `(feature, *others)` whose others are not shared;
     `trunk(feature, *others)` gives the logits. `NETWORKS[name](**options)` builds the same architecture
     again; `options` holds JSON values only.
     """
@@ -47,7 +47,7 @@ def conv(
 
 
 def batch_norm(channels: int) -> nn.BatchNorm2d:
-    """Batch normalisation with the constants of the authors' program."""
+    """Batch normalisation with the constants of the authors' code."""
     return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.1)
 
 
@@ -59,7 +59,7 @@ class ConvBNReLU(nn.Sequential):
 
 
 def halving_pool(window: int) -> nn.MaxPool2d:
-    """Max-pooling that halves both sides: window 2 is the program's, 3 the paper's.
+    """Max-pooling that halves both sides: window 2 is the authors' code's, 3 the paper's.
 
     The paper's stride of 1 would never shrink anything, so the stride is 2 for both.
     """
@@ -75,9 +75,10 @@ class GlobalAverage(nn.Module):
 
 
 def initialise(network: SplitNetwork) -> SplitNetwork:
-    """Draw the weights as the authors' program does; biases start at 0. Returns the network.
+    """Draw the weights as the authors' code does; biases start at 0. Returns the network.
 
-    Convolutions: normal, deviation sqrt(2 / (k*k*C_out)). Fully connected: uniform within ±sqrt(3 / fan_in).
+    Convolutions: normal, standard deviation sqrt(2 / (k*k*C_out)). Fully connected: uniform within
+    ±sqrt(3 / fan_in).
     """
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
@@ -91,7 +92,7 @@ def initialise(network: SplitNetwork) -> SplitNetwork:
 
 
 def check_filters(filters: tuple[int, int] | list[int]) -> None:
-    """Refuse what is not two whole numbers of at least 1, the number of filters of two layers."""
+    """Raise unless filters are two whole numbers of at least 1."""
     if not isinstance(filters, tuple | list) or len(filters) != 2:
         raise ValueError(f"filters must be two numbers, one per convolution. Got {filters!r}.")
     for number in filters:

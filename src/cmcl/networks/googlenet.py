@@ -20,7 +20,7 @@ class Inception(nn.Module):
     def __init__(self, inputs: int, width: int, pool: int = 2) -> None:
         super().__init__()
         f = width
-        # Pads right and below only for a window of 2, as the program's "same" pooling does.
+        # Pads right and below only for a window of 2, as the authors' "same" pooling does.
         around = ((pool - 1) // 2, pool // 2) * 2
         self.point = chain(conv=conv(inputs, 64 * f, 1), relu=nn.ReLU())
         self.three = chain(reduce=conv(inputs, 32 * f, 1), relu=nn.ReLU(), conv=conv(32 * f, 64 * f, 3))
@@ -44,7 +44,7 @@ def googlenet18(
     *,
     classes: int = 10,
     channels: int = 3,
-    pool: int = 2,  # the program's window, between and inside the modules; the paper writes 3
+    pool: int = 2,  # the authors' window, between and inside the modules; the paper writes 3
 ) -> SplitNetwork:
     """GoogLeNet with 18 layers; shared after the 1st ReLU.
 

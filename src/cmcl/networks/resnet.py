@@ -2,7 +2,7 @@
 
 conv16, three blocks of 16 [shared] | three of 32 | three of 64, BN, ReLU | global average, fully connected
 
-The first convolution is bare, without batch normalisation and ReLU, as in the program: only so does the first
+The first convolution has no batch normalisation and no ReLU, as in the authors' code: only so does the first
 group end with the 6th ReLU, which the paper names.
 """
 

@@ -17,7 +17,7 @@ def vggnet17(
     *,
     classes: int = 10,
     channels: int = 3,
-    pool: int = 2,  # the program's window; the paper writes 3
+    pool: int = 2,  # the authors' window; the paper writes 3
 ) -> SplitNetwork:
     """VGGNet with 17 layers; shared after the 2nd ReLU.
 

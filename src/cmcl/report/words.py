@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from .. import networks
 from ..data.registry import DATASETS
 
 METHODS = {"single": "single network", "ie": "IE", "mcl": "MCL", "cmcl": "CMCL"}
@@ -12,13 +13,7 @@ LONG = {
     "mcl": "multiple choice learning (MCL)",
     "cmcl": "CMCL",
 }
-NETWORKS = {
-    "cnn": "small CNN",
-    "vggnet17": "VGGNet-17",
-    "googlenet18": "GoogLeNet-18",
-    "resnet20": "ResNet-20",
-    "fcn": "FCN",
-}
+NETWORKS = {name: info.title for name, info in networks.NETWORKS.items()}
 DATA = {name: info.title for name, info in DATASETS.items()}
 CLASSES = {name: list(info.classes) for name, info in DATASETS.items() if info.classes}
 COUNTS = {2: "two", 3: "three", 4: "four", 5: "five", 10: "ten"}

@@ -17,7 +17,7 @@ class Plain(nn.Sequential):
 
 
 def plain(*, shape: Sequence[int], classes: int, hidden: int = 64) -> Plain:
-    """One hidden layer for vectors, two convolutions for images; the place to share is "relu".
+    """One hidden layer for vectors, two convolutions for images; `share_after="relu"`.
 
     Args:
         shape: of one input, (features,) or (channels, height, width); images may have another size.

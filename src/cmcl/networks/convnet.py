@@ -1,6 +1,6 @@
 """The small CNN of Tables 1 and 2.
 
-| layer | program (our default) | paper |
+| layer | authors' code (our default) | paper |
 |---|---|---|
 | conv1, ReLU [shared], dropout, 2×2 pool | 128 filters 5×5, no padding | padding not said |
 | conv2, ReLU, dropout, 2×2 pool | 256 filters 5×5, no padding | padding not said |
@@ -20,7 +20,7 @@ from .base import SplitNetwork, chain, check_filters, conv, initialise
 
 
 class PlainDropout(nn.Module):
-    """Dropout as the program has it: kept values unchanged in training, all values times `1 - p` at test."""
+    """Dropout of the authors' code: kept values stay in training, all values times `1 - p` at test."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class PlainDropout(nn.Module):
 class DropoutPool(nn.Module):
     """Dropout, then 2×2 max-pooling; at test the mean of what that gives in training.
 
-    To shrink the values at test, as the program does, is not that mean: of four values one or another is
-    mostly kept, so that the maximum loses far less to dropout than each value does.
+    The authors' code shrinks the values at test, which is not that mean: mostly one of four values is kept,
+    so that the maximum loses far less to dropout than each value does.
 
     Args:
         p: the drop probability.
@@ -84,12 +84,12 @@ def cnn(
     size: int = 32,  # side of the square input: the first fully connected layer depends on it
     filters: tuple[int, int] | list[int] = (128, 256),
     kernel: int = 5,
-    padding: int = 0,  # the program's; the paper does not say, and 2 keeps the size
-    hidden: int | None = 1024,  # the program's; None is the paper's single fully connected layer
+    padding: int = 0,  # the authors' code; the paper does not say, and 2 keeps the size
+    hidden: int | None = 1024,  # the authors' code; None is the paper's single fully connected layer
     dropout: float = 0.5,
-    rescale_dropout: bool = False,  # the program's; True is torch's, rescaled in training
-    drop_before_pool: bool = True,  # the program's; the paper's "applied to all layers" fits both
-    expected_pooling: bool = False,  # the program's; True: at test the mean of what training sees
+    rescale_dropout: bool = False,  # the authors' code; True is torch's, rescaled in training
+    drop_before_pool: bool = True,  # the authors' code; the paper's "applied to all layers" fits both
+    expected_pooling: bool = False,  # the authors' code; True: at test the mean of what training sees
 ) -> SplitNetwork:
     """Two convolutions and one or two fully connected layers; shared after the 1st ReLU.
 

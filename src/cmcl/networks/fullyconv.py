@@ -1,4 +1,4 @@
-"""A fully convolutional network for iCoseg: one answer per pixel.
+"""A fully convolutional network for iCoseg: a class per pixel.
 
 The paper leaves it open: four layers, "128, 256 and 1 filters", 4×4, stride 2, built on DCGAN's decoder,
 softmax over 2 classes, the 2nd activation shared. Ours, every layer 4×4 with stride 2:
