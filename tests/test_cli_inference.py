@@ -14,7 +14,7 @@ from scipy.io import savemat
 
 import cmcl as package
 from cmcl.calibration import Threshold, uncertainty
-from cmcl.cli.loading import align_classes, classes_of, data_of, search_root
+from cmcl.cli.loading import align_classes, data_of, search_root
 from cmcl.data.dataset import evenly_spaced
 from cmcl.data.registry import DATASETS
 from cmcl.data.transforms import MeanStd
@@ -193,7 +193,7 @@ class TestEvaluate:
         code, out, _ = cmcl("evaluate", trained, other, "--limit", 50)
         lines = [line.split() for line in out.splitlines()]
         assert code == 0
-        assert out.splitlines()[0] == "digits: 50 of 359 test images"
+        assert out.splitlines()[0] == "digits: 50 of 359 test images, errors and ECE in %"
         assert [line[0] for line in lines[2:]] == [trained.name, other.name, "mean"], "seeds of one recipe"
         assert lines[2][1:] == lines[3][1:] == lines[4][1:]
         shutil.move(other, tmp_path / "another")
@@ -243,21 +243,16 @@ class TestEvaluate:
         shutil.copytree(trained, tmp_path / "two")
         assert cmcl("evaluate", tmp_path)[2].endswith(f"Name {tmp_path / 'one'}, one of 2 runs in it.\n")
 
-    @pytest.mark.parametrize("text", ["{", "[" * 99999, None])
+    @pytest.mark.parametrize("text", ["{", "[" * 99999])
     def test_damaged_files(self, cmcl, trained, tmp_path, text):
-        """Cut, nested too deep, or without an end."""
         shutil.copytree(trained, tmp_path / "run")
-        path = tmp_path / "run" / "recipe.json"
-        path.unlink()
-        path.write_text(text) if text else (tmp_path / "run" / "gallery" / "gallery.json").unlink()
-        if text is None:
-            (tmp_path / "run" / "record.json").unlink()
-            (tmp_path / "run" / "gallery" / "gallery.json").symlink_to("/dev/zero")
-        code, _, err = cmcl(
-            "evaluate", tmp_path / "run", *(() if text else ("--data", "digits", "--limit", 5))
-        )
-        assert code == (2 if text else 0)
-        assert ("recipe.json must be JSON" in err) == bool(text)
+        (tmp_path / "run" / "recipe.json").write_text(text)
+        code, _, err = cmcl("evaluate", tmp_path / "run")
+        assert code == 2
+        assert "recipe.json must be JSON" in err
+        (tmp_path / "run" / "recipe.json").unlink()
+        (tmp_path / "run" / "recipe.json").symlink_to("/dev/zero")  # a file without an end is never read
+        assert cmcl("evaluate", tmp_path / "run", "--limit", 5)[0] == 0, "record.json has the dataset, too"
 
 
 class TestClasses:
@@ -328,7 +323,6 @@ class TestClasses:
         ensemble = package.Ensemble(lambda: network(**FILTERS), 2)
         package.fit(ensemble, train, recipe=package.Recipe(members=2, steps=1), options=QUIET)
         ensemble.save(tmp_path / "mine")
-        assert classes_of(tmp_path / "mine") == ["seven", "three"]
         assert cmcl("evaluate", tmp_path / "mine", *arguments)[0] == 0
         (tmp_path / "images" / "test" / "three").rename(tmp_path / "images" / "test" / "drei")
         (tmp_path / "images" / "train" / "three").rename(tmp_path / "images" / "train" / "drei")
@@ -340,26 +334,9 @@ class TestClasses:
 
     def test_an_ensemble_without_names(self, cmcl, trained, images, tmp_path):
         shutil.copytree(trained / "ensemble", tmp_path / "mine")
-        assert classes_of(tmp_path / "mine") is None
         code, _, err = cmcl("evaluate", tmp_path / "mine", *images("three", "seven"), "--json")
         assert code == 2
         assert "must have 10 classes" in err
-
-    def test_names_from_the_gallery(self, cmcl, trained, tmp_path, images):
-        shutil.copytree(trained / "ensemble", tmp_path / "run" / "ensemble")
-        (tmp_path / "run" / "gallery").mkdir()
-        gallery = tmp_path / "run" / "gallery" / "gallery.json"
-        gallery.write_text(json.dumps({"classes": [str(i) for i in range(10)]}))
-        assert classes_of(tmp_path / "run" / "ensemble") is None, "arrays without names"
-        names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-        gallery.write_text(json.dumps({"classes": names}))
-        ours = json.loads(cmcl("evaluate", tmp_path / "run", *images("three", "seven"), "--json")[1])
-        shutil.rmtree(tmp_path / "images")
-        digits = json.loads(cmcl("evaluate", trained, *images("3", "7"), "--json")[1])
-        assert ours[0]["top1"] == digits[0]["top1"]
-        image = next((tmp_path / "images").rglob("*.png"))
-        (found,) = json.loads(cmcl("predict", tmp_path / "run", image, "--json")[1])
-        assert found["prediction"]["class"] == names[found["prediction"]["index"]]
 
     def test_pixels_to_ignore_stay(self):
         class Two:
@@ -628,8 +605,5 @@ def test_root_need_not_hold_the_dataset_of_the_preprocessing(cmcl, tmp_path, mon
     monkeypatch.setenv("CMCL_DATA", str(tmp_path / "nowhere"))
     code, _, err = cmcl(*own)
     assert (code, err.count("\n")) == (2, 1)
-    assert (
-        f"svhn, on which the ensemble's preprocessing is fitted again, must be in {tmp_path / 'images'}"
-        in err
-    )
+    assert f"preprocessing is fitted again must be in {tmp_path / 'images'}" in err
     assert "cmcl data fetch svhn" in err

@@ -23,37 +23,25 @@ if TYPE_CHECKING:
 FAILED, USAGE, TIME_OVER, STOPPED = 1, 2, 3, 130  # exit codes
 SAME_COMMAND = "the same command resumes it"
 
+Pairs = list[str] | None
+Function = str | None
 Run = Annotated[Path, Argument(metavar="RUN", help="A run folder or a saved ensemble.")]
-Root = Annotated[
-    Path | None, Option(help="Folder of the datasets [default: $CMCL_DATA, then ~/.cache/cmcl].")
-]
+Root = Annotated[Path | None, Option(help="Folder of the datasets, else $CMCL_DATA or ~/.cache/cmcl.")]
 RunsFolder = Annotated[Path, Option("--out", "-o", help="Folder that gets the run folders.")]
-Seed = Annotated[int, Option(min=0, max=2**63 - 1, help="Seed of weights, data order, masks and labels.")]
+Seed = Annotated[int, Option(help="Seed of weights, data order, masks and labels.")]
 Seeds = Annotated[int, Option(min=1, help="Number of seeds: 5 with --seed 0 means 0 to 4.")]
-Device = Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")]
+Device = Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or cuda:1.")]
 Precision = Annotated[str, Option(help="auto, bf16 or float32.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, Option("--quiet", help="Show no progress.")]
 Data = Annotated[str | None, Option("--data", metavar="DATASET", help="Dataset instead of the run's own.")]
-Pairs = list[str] | None
-DataOption = Annotated[
-    Pairs, Option("--option", metavar="NAME=VALUE", help="Of --data, such as size=[32,32].")
-]
+DataOption = Annotated[Pairs, Option("--option", metavar="NAME=VALUE", help="Of --data, as size=[32,32].")]
 Limit = Annotated[int | None, Option(min=2, help="Use a subset of n test examples.")]
-Function = str | None
-OwnNetwork = Annotated[
-    Function, Option("--network", metavar="MODULE:FUNCTION", help="Builds a member, if it is yours.")
-]
-OwnLogits = Annotated[
-    Function, Option("--logits", metavar="MODULE:FUNCTION", help="Picks the logits, if saved with output=.")
-]
+OwnNetwork = Annotated[Function, Option("--network", metavar="MODULE:FUNCTION", help="Builds your network.")]
+OwnLogits = Annotated[Function, Option("--logits", metavar="MODULE:FUNCTION", help="Picks its logits.")]
 Settings = Annotated[Pairs, Option("--set", metavar="FIELD=VALUE", help="Change any field of the recipe.")]
-Budget = Annotated[
-    str | None, Option(metavar="TIME", help="Such as 25m: then save the run, exit with code 3.")
-]
-EvaluateEvery = Annotated[
-    int, Option(metavar="EPOCHS", help="Evaluate on test data during training; 0: never.")
-]
+Budget = Annotated[str | None, Option(metavar="TIME", help="Such as 25m: then save, and exit with code 3.")]
+EvaluateEvery = Annotated[int, Option(metavar="EPOCHS", help="Evaluate during training; 0: at the end.")]
 SaveEvery = Annotated[float, Option(metavar="SECONDS", help="Time between checkpoints.")]
 
 
@@ -131,6 +119,13 @@ def check_writable(path: Path | None, option: str, *, folder: bool = False) -> N
         raise ValueError(f"{option} must be writable. Got {path}: no permission to write {there}.")
 
 
+def seed_range(seed: int, seeds: int = 1) -> range:
+    """The seeds of --seed and --seeds."""
+    from ..training.config import check_seed
+
+    return range(check_seed(seed), check_seed(seed + seeds - 1) + 1)
+
+
 def check_device(name: str) -> str:
     """The name of a device that this machine has; "auto" becomes one of them."""
     from ..reproduction.environment import usable
@@ -206,13 +201,16 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title:
 
 
 def _print_rich(heads: list[str], right: list[bool], cells: list[list[str]], title: str | None) -> None:
-    """Fit the table to the terminal. The first column holds names to copy, so the others shrink before it."""
+    """Fit the table to the terminal: numbers stay whole, text folds; the first column only if it must."""
     from rich.console import Console
     from rich.table import Table
 
     console, table = Console(highlight=False, markup=False), Table(box=None, pad_edge=False)
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    needed = sum(w + 2 for i, (w, r) in enumerate(zip(widths, right, strict=True)) if r or i == 0)
     for i, (head, numbers) in enumerate(zip(heads, right, strict=True)):
-        table.add_column(head, justify="right" if numbers else "left", no_wrap=i == 0)
+        whole = numbers or (i == 0 and needed <= console.width)
+        table.add_column(head, justify="right" if numbers else "left", no_wrap=whole, overflow="fold")
     for row in cells:
         table.add_row(*row)
     if title is not None:

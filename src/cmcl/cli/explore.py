@@ -130,9 +130,7 @@ def one_thread() -> Iterator[None]:
 
 
 def show(
-    kind: Annotated[
-        str | None, Argument(metavar="recipes|networks|data", help="Default: everything.")
-    ] = None,
+    kind: Annotated[str | None, Argument(metavar="recipes|networks|data", help="One kind only.")] = None,
     everything: Annotated[bool, Option("--all", help="Also list the paper's grid over M and K.")] = False,
     as_json: common.AsJson = False,
 ) -> None:
@@ -174,17 +172,17 @@ def _everything() -> dict[str, list[dict[str, Any]]]:
 
 
 def _recipe(name: str) -> dict[str, Any]:
-    """A recipe in short, with the cells of the paper that it fills and the paper's errors there."""
+    """A recipe with a description, the cells of the paper that it fills, and the paper's errors there."""
     from ..reproduction import CELLS, RECIPES
 
     recipe = RECIPES[name]
     cells = [cell for cell in CELLS if cell.name == name]
     paper = next((cell.paper for cell in cells if cell.paper and not cell.single), None)
     first = cells[0].where[0] if cells else ""
-    kind = METHODS[recipe.method] if recipe.members > 1 else METHODS["single"]
+    several = recipe.members > 1
     words = [
-        kind if recipe.members == 1 else f"{kind}, M={recipe.members}",
-        f"K={recipe.objective['overlap']}" if recipe.method != "ie" else "",
+        f"{METHODS[recipe.method]}, M={recipe.members}" if several else METHODS["single"],
+        f"K={recipe.overlap}" if several and recipe.method != "ie" else "",
         "sharing" if recipe.sharing else "",
         "sampled labels" if recipe.objective["labels"] == "sampled" else "",
         "adversarial" if recipe.adversarial else "",
@@ -192,22 +190,16 @@ def _recipe(name: str) -> dict[str, Any]:
     ]
     return {
         "name": name,
-        "description": ", ".join(word for word in words if word),
+        "description": ", ".join(filter(None, words)),
         "group": "fig" if first.startswith("fig") else first,
-        "data": recipe.data,
-        "network": recipe.network,
-        "method": recipe.method,
-        "members": recipe.members,
-        "overlap": recipe.objective["overlap"],
-        "sharing": recipe.sharing,
-        "labels": recipe.objective["labels"],
+        "recipe": recipe.to_json(),
         "paper": None if paper is None else dict(paper),
         "cells": [cell.id for cell in cells],
     }
 
 
 def _print_recipes(recipes: list[dict[str, Any]], everything: bool) -> None:
-    typer.echo("Recipes: M members, K specialists of each example, the paper's top-1 and oracle error in %")
+    common.say("Recipes: M members, K specialists of each example, the paper's top-1 and oracle error in %")
     for group, title in GROUPS.items():
         if group in GRID and not everything:
             continue
@@ -232,11 +224,9 @@ def layers(
     shape: Annotated[str, Option("--input", metavar="C,H,W", help="Shape of one input.")] = "3,32,32",
     tokens: Annotated[int | None, Option(metavar="COUNT", help="Inputs are token ids below COUNT.")] = None,
     option: Annotated[
-        common.Pairs, Option(metavar="NAME=VALUE", help="Of the network, such as classes=100.")
+        common.Pairs, Option(metavar="NAME=VALUE", help="Of the network, as classes=100.")
     ] = None,
-    usable: Annotated[
-        bool, Option("--usable", help="Only layers after which features can be shared.")
-    ] = False,
+    usable: Annotated[bool, Option("--usable", help="Only layers that can be shared after.")] = False,
     as_json: common.AsJson = False,
 ) -> None:
     """List the layers after which features can be shared.

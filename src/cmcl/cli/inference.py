@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ..ensemble import Ensemble, Prediction
 
 COLUMNS = {  # metric -> its column
-    "top1": ">top-1 %",
-    "picked": ">picked %",
-    "oracle": ">oracle %",
-    "member": ">member %",
-    "ece": ">ECE %",
+    "top1": ">top-1",
+    "picked": ">picked",
+    "oracle": ">oracle",
+    "member": ">member",
+    "ece": ">ECE",
     "entropy": ">entropy",
     "ood_entropy": ">OOD entropy",
     "auroc": ">AUROC",
@@ -40,17 +40,13 @@ BATCH = 250
 
 
 def evaluate(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders or saved ensembles.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folders or saved ensembles.")],
     data: common.Data = None,
     root: common.Root = None,
     option: common.DataOption = None,
-    ood: Annotated[
-        str | None, Option(metavar="DATASET", help="Out-of-distribution images, such as svhn.")
-    ] = None,
+    ood: Annotated[str | None, Option(metavar="DATASET", help="Out-of-distribution images.")] = None,
     ood_root: Annotated[Path | None, Option(help="Folder of --ood, if it is not --root.")] = None,
-    ood_option: Annotated[
-        common.Pairs, Option(metavar="NAME=VALUE", help="Of --ood, such as size=[32,32].")
-    ] = None,
+    ood_option: Annotated[common.Pairs, Option(metavar="NAME=VALUE", help="As --option.")] = None,
     limit: common.Limit = None,
     batch_size: Annotated[int, Option(min=1, help="Images in a batch.")] = BATCH,
     network: common.OwnNetwork = None,
@@ -83,7 +79,7 @@ def evaluate(
             loading.check_takes(ensemble, outside, "--ood")
         test = loading.align_classes(ensemble, test)
         about = {"run": str(run), "name": label, "data": name, "examples": len(test), "ood": ood}
-        results.append(about | _measure(ensemble, label, test, outside, batch_size))
+        results.append(about | _measure(ensemble, test, outside, batch_size))
     if as_json:
         common.print_json(results)
         return
@@ -95,7 +91,7 @@ def _print_scores(results: list[dict[str, Any]], available: int) -> None:
     """The ensembles evaluated on one dataset; seeds of one recipe have a mean."""
     first, keys = results[0], [key for key in COLUMNS if key in results[0]]
     of_all = f" of {available:,}" if first["examples"] < available else ""
-    title = f"{first['data']}: {first['examples']:,}{of_all} test images"
+    title = f"{first['data']}: {first['examples']:,}{of_all} test images, errors and ECE in %"
     rows = [[result["name"], *(common.number(result[key]) for key in keys)] for result in results]
     if len(rows) > 1 and len({result["name"].rpartition("--seed")[0] for result in results}) == 1:
         rows.append(["mean", *(common.number(fmean(result[key] for result in results)) for key in keys)])
@@ -104,15 +100,15 @@ def _print_scores(results: list[dict[str, Any]], available: int) -> None:
 
 
 def _measure(
-    ensemble: "Ensemble", label: str, test: "Dataset", outside: "Dataset | None", batch: int
+    ensemble: "Ensemble", test: "Dataset", outside: "Dataset | None", batch: int
 ) -> dict[str, float]:
     from .. import metrics
     from ..data.dataset import default_ignore_index
 
     scores = metrics.Accumulator(curves=outside is not None)
-    for probs, targets in zip(_probs(ensemble, test, batch, label), test.targets.split(batch), strict=True):
+    for probs, targets in zip(_probs(ensemble, test, batch, "test"), test.targets.split(batch), strict=True):
         scores.update(probs, targets, ignore_index=default_ignore_index(targets, probs.shape[2]))
-    for probs in () if outside is None else _probs(ensemble, outside, batch, f"{label}, OOD"):
+    for probs in () if outside is None else _probs(ensemble, outside, batch, "OOD"):
         scores.update_ood(probs)
     found = scores.compute()
     errors = {f"{name}_error": name for name in ("top1", "picked", "oracle", "member")} | {"ece": "ece"}
@@ -135,9 +131,7 @@ def calibrate(
     option: common.DataOption = None,
     risk: Annotated[float, Option(min=1e-9, help="Error rate to allow among the predictions made.")] = 0.01,
     confidence: Annotated[float, Option(help="Confidence level of the guarantee.")] = 0.95,
-    score: Annotated[
-        str, Option(help="Uncertainty to abstain by: confidence, mean_entropy, ...")
-    ] = "confidence",
+    score: Annotated[str, Option(help="confidence, mean_entropy, ...: abstain by it.")] = "confidence",
     limit: common.Limit = None,
     out: Annotated[Path | None, Option("--out", "-o", help="JSON file that gets the threshold.")] = None,
     network: common.OwnNetwork = None,
@@ -193,13 +187,9 @@ def calibrate(
 def export(
     run: common.Run,
     out: Annotated[Path, Option("--out", "-o", help="File to write: model.onnx or model.pt2.")],
-    format: Annotated[
-        str | None, Option(help="onnx, or torch for torch.export [default: by the suffix].")
-    ] = None,
+    format: Annotated[str | None, Option(help="onnx or torch; else by the suffix of --out.")] = None,
     root: common.Root = None,
-    example: Annotated[
-        Path | None, Option(metavar="FILE.npy", help="Inputs to compare on [default: test images].")
-    ] = None,
+    example: Annotated[Path | None, Option(metavar="FILE.npy", help="Inputs to compare on.")] = None,
     limit: Annotated[int, Option(min=2, help="Number of test examples to compare on.")] = 200,
     network: common.OwnNetwork = None,
     logits: common.OwnLogits = None,
@@ -264,12 +254,10 @@ def _read_inputs(path: Path) -> "Tensor":
 
 def predict(
     run: common.Run,
-    images: Annotated[list[Path], Argument(metavar="IMAGES...", help="Image files, or folders of them.")],
+    images: Annotated[list[Path], Argument(metavar="IMAGE", help="Image files, or folders of them.")],
     root: common.Root = None,
     resize: Annotated[bool, Option("--resize", help="Resize images to the ensemble's size.")] = False,
-    threshold: Annotated[
-        Path | None, Option(metavar="FILE", help="File of `cmcl calibrate -o`, to abstain by.")
-    ] = None,
+    threshold: Annotated[Path | None, Option(metavar="FILE", help="Of `cmcl calibrate -o FILE`.")] = None,
     network: common.OwnNetwork = None,
     logits: common.OwnLogits = None,
     device: common.Device = "auto",

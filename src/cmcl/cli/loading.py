@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .._files import read_json
 from ..data.registry import DATASETS
 from ..telling import first_line
-from .common import import_function, parse_pairs
+from . import common
 
 if TYPE_CHECKING:
     from ..data.dataset import Dataset
@@ -51,6 +51,22 @@ def label_of(folder: Path) -> str:
     return folder.absolute().parent.name if folder.name == "ensemble" else folder.name
 
 
+def data_of(folder: Path) -> str | None:
+    """The name of the dataset that a saved ensemble was trained on, if its run folder records it."""
+    for place in (folder, folder.absolute().parent):
+        for file, keys in (("recipe.json", ("data",)), ("record.json", ("recipe", "data"))):
+            if (place / file).is_file():
+                return _text(read_json(place / file), *keys)
+    return _text(read_json(folder / "config.json"), "transform", "source", "recipe", "name")
+
+
+def _text(values: Any, *keys: str) -> str | None:
+    """The text under these keys of nested JSON objects."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values if isinstance(values, str) else None
+
+
 def load_ensemble(
     folder: Path,
     *,
@@ -60,20 +76,17 @@ def load_ensemble(
     logits: str | None = None,
 ) -> "Ensemble":
     """A saved ensemble; `network` and `logits` are the user's MODULE:FUNCTION, where it needs them."""
-    from ..data.transforms import refit
-    from ..serialization import Missing, load
+    from ..serialization import load
 
-    ensemble = load(
-        folder,
-        network=None if network is None else import_function(network, "--network must be"),
-        output=None if logits is None else import_function(logits, "--logits must be", "picks the logits"),
-        device=device,
+    build = None if network is None else common.import_function(network, "--network must be")
+    pick = None if logits is None else common.import_function(logits, "--logits must be", "picks the logits")
+    ensemble = search_root(
+        lambda place: load(folder, network=build, output=pick, device=device, root=place),
+        root,
+        "the dataset on which the ensemble's preprocessing is fitted again",
     )
-    if isinstance(ensemble.transform, Missing):
-        config = ensemble.transform.config
-        what = f"{_fitted_on(config)}, on which the ensemble's preprocessing is fitted again,"
-        ensemble.transform = search_root(lambda place: refit(config, place), root, what)
-    ensemble.classes = classes_of(folder)
+    if ensemble.classes is None and (info := DATASETS.get(data_of(folder) or "")):
+        ensemble.classes = info.classes or None
     return ensemble
 
 
@@ -87,76 +100,66 @@ def search_root(read: Callable[[Path], Found], root: Path | None, what: str) -> 
     try:
         return read(root)
     except FileNotFoundError:
-        pass
-    try:
-        return read(default)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{what} must be in {root} or {default}. Got neither: {error}") from None
+        try:
+            return read(default)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{what} must be in {root} or {default}. Got neither: {error}") from None
 
 
 def load_test(folder: Path, data: str | None, root: Path | None, options: Sequence[str] | None) -> "Dataset":
-    """The test split of --data, or of the dataset that the ensemble was trained on.
-
-    A folder of the user's own images need not have train/ and test/.
-    """
-    from ..data import load
-
-    name, values = data or data_of(folder), parse_pairs(options, "--option")
+    """The test split of --data, or of the dataset that the ensemble was trained on."""
+    name, values = data or data_of(folder), common.parse_pairs(options, "--option")
     if name is None:
         raise ValueError(
             f"--data must name the test data: {folder} does not record its training data. Got none."
         )
     check_loadable(name, "--data", "cmcl.evaluate or cmcl.calibration")
-    whole = None if root is None else root.expanduser()
-    if name != "folder" or whole is None or (whole / "train").is_dir():
-        return load(name, split="test", root=root, **values)
-    inside = whole / "test"
-    return replace(load(name, root=inside if inside.is_dir() else whole, **values), split="test")
+    return _load(name, root, values)
 
 
 def load_ood(name: str, own_root: Path | None, root: Path | None, options: Sequence[str] | None) -> "Dataset":
     """The out-of-distribution images of --ood."""
-    from ..data import load
-
-    values = parse_pairs(options, "--ood-option")
+    values = common.parse_pairs(options, "--ood-option")
     check_loadable(name, "--ood", "cmcl.evaluate")
     if own_root is None and name == "folder":
         raise ValueError("--ood-root must name the folder of --ood folder, apart from --root. Got none.")
-    if own_root is None:
-        return search_root(
-            lambda place: load(name, split="test", root=place, **values), root, f"--ood {name}"
-        )
-    own_root = own_root.expanduser()
-    if name != "folder":
-        return load(name, split="test", root=own_root, **values)
-    test = own_root / "test"  # labels do not matter, so a folder without train/ and test/ will do
-    return load(name, split="train", root=test if test.is_dir() else own_root, **values)
+    if own_root is not None:
+        return _load(name, own_root, values)
+    return search_root(lambda place: _load(name, place, values), root, f"--ood {name}")
+
+
+def _load(name: str, root: Path | None, options: dict[str, Any]) -> "Dataset":
+    """A test split; a folder of the user's own images need not have train/ beside test/, nor test/."""
+    from ..data import load
+
+    whole = None if root is None else root.expanduser()
+    if name != "folder" or whole is None or (whole / "train").is_dir():
+        return load(name, split="test", root=whole, **options)
+    inside = whole / "test"
+    return replace(load(name, root=inside if inside.is_dir() else whole, **options), split="test")
 
 
 def check_loadable(name: str | None, option: str, function: str) -> None:
     """Raise for arrays, which only Python can pass."""
-    if name == "arrays":
+    if name in DATASETS and not DATASETS[name].on_disk:
         raise ValueError(
-            f"{option} must be a dataset that can be loaded by name. Got arrays, which exist in Python only. "
+            f"{option} must be a dataset that can be loaded by name. Got {name}, which exist in Python only. "
             f"Use {function} there."
         )
 
 
 def check_takes(ensemble: "Ensemble", data: "Dataset", option: str) -> None:
     """Raise if the ensemble does not take images of this shape."""
-    import torch
-
+    shape = " x ".join(map(str, data.images.shape[1:]))
+    own = {"--data": "--option", "--ood": "--ood-option"}[option]
+    hint = f"{own} mode=L or mode=RGB and {own} size=[HEIGHT,WIDTH]"
     try:
-        ensemble.predict(data.images[:1])
-    except torch.OutOfMemoryError:
-        raise
-    except (ValueError, RuntimeError, IndexError) as error:
-        shape = " x ".join(map(str, data.images.shape[1:]))
-        own = {"--data": "--option", "--ood": "--ood-option"}[option]
+        with common.input_errors(""):
+            ensemble.predict(data.images[:1])
+    except ValueError as error:
         raise ValueError(
             f"{option} must name images that the ensemble takes. Got {shape} from {data.source}: "
-            f"{first_line(error)}. Name another dataset, or convert a folder of images with {own} mode=L or "
-            f"mode=RGB and {own} size=[HEIGHT,WIDTH]."
+            f"{first_line(error)}. Name another dataset, or convert a folder of images with {hint}."
         ) from error
 
 
@@ -185,44 +188,3 @@ def align_classes(ensemble: "Ensemble", data: "Dataset") -> "Dataset":
     numbers[: len(data.classes)] = torch.tensor([names.index(name) for name in data.classes])
     targets = numbers[data.targets.long()].to(data.targets.dtype)
     return replace(data, targets=targets, classes=tuple(names))
-
-
-def data_of(folder: Path) -> str | None:
-    """The name of the dataset that a saved ensemble was trained on, if its run folder records it."""
-    for place in (folder, folder.absolute().parent):
-        if (place / "recipe.json").is_file():
-            return _text(_fields(place / "recipe.json").get("data"))
-        if (place / "record.json").is_file():
-            recipe = _fields(place / "record.json").get("recipe")
-            return _text(recipe.get("data")) if isinstance(recipe, dict) else None
-    return _fitted_on(_fields(folder / "config.json").get("transform"))
-
-
-def _fitted_on(transform: Any) -> str | None:
-    """The dataset that a saved transform was fitted on."""
-    for key in ("source", "recipe", "name"):
-        transform = transform.get(key) if isinstance(transform, dict) else None
-    return _text(transform)
-
-
-def classes_of(folder: Path) -> list[str] | None:
-    """The class names of a saved ensemble, if it or its run folder has them."""
-    if isinstance(own := _fields(folder / "config.json").get("classes"), list) and own:
-        return [str(name) for name in own]
-    data = data_of(folder)
-    if data in DATASETS and DATASETS[data].classes:
-        return list(DATASETS[data].classes)
-    gallery = folder.absolute().parent / "gallery" / "gallery.json"
-    names = _fields(gallery).get("classes") if gallery.is_file() else None
-    if not isinstance(names, list) or names == [str(i) for i in range(len(names))]:
-        return None  # arrays without names are named by number
-    return [str(name) for name in names]
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    values = read_json(path)
-    return values if isinstance(values, dict) else {}
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None

@@ -22,7 +22,7 @@ SOURCES = ("results", "runs", "cmcl-demo")  # folders that `cmcl report` looks f
 
 def reproduce(
     what: Annotated[
-        list[str] | None, Argument(metavar="WHAT...", help=f"{WHAT}; or ids of cells, or recipes.")
+        list[str] | None, Argument(metavar="WHAT", help=f"{WHAT}; ids of cells; recipes.")
     ] = None,
     root: common.Root = None,
     out: common.RunsFolder = Path("runs"),
@@ -31,9 +31,7 @@ def reproduce(
     seeds: common.Seeds = 1,
     part: Annotated[str, Option(metavar="I/N", help="The I-th of N parts, for N machines.")] = "1/1",
     budget: common.Budget = None,
-    unfinished: Annotated[
-        bool, Option("--unfinished", help="Also start runs that exceed the budget.")
-    ] = False,
+    unfinished: Annotated[bool, Option("--unfinished", help="Start runs that exceed the budget.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Only list the runs and their expected time.")] = False,
     status: Annotated[bool, Option("--status", help="Only list the paper's results and ours.")] = False,
     search: Annotated[str | None, Option(metavar="heldout|test", help=SEARCH)] = None,
@@ -70,7 +68,7 @@ def reproduce(
             checkpoint_seconds=save_every,
         )
         how: dict[str, Any] = {
-            "seeds": range(seed, seed + seeds),
+            "seeds": common.seed_range(seed, seeds),
             "results": results,
             "runs": out,
             "root": root,
@@ -236,7 +234,7 @@ def _describe_choice(name: str, choice: dict[str, Any] | None) -> str:
 
 def report(
     sources: Annotated[
-        list[Path] | None, Argument(metavar="FOLDER...", help="With run folders or records/.")
+        list[Path] | None, Argument(metavar="FOLDER", help="With run folders or records/.")
     ] = None,
     out: Annotated[Path | None, Option("--out", "-o", help="File, or folder for figures.")] = None,
     format: Annotated[str, Option(help=f"{', '.join(FORMATS)}.")] = "html",

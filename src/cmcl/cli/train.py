@@ -34,7 +34,7 @@ class Job(NamedTuple):
 
 def train(
     context: typer.Context,
-    recipes: Annotated[list[str], Argument(metavar="RECIPE...", help="Names from `cmcl list`.")],
+    recipes: Annotated[list[str], Argument(metavar="RECIPE", help="Names from `cmcl list`.")],
     root: common.Root = None,
     out: common.RunsFolder = Path("runs"),
     seed: common.Seed = 0,
@@ -80,11 +80,10 @@ def train(
         from ..training import Diverged
 
         seconds = None if budget is None else parse_budget(budget)
-        which = range(seed, seed + seeds)
         jobs = [
             Job(name, recipe, s, run_folder(out, name, recipe, [s]))
             for name, recipe in changed
-            for s in which
+            for s in common.seed_range(seed, seeds)
         ]
         _check_resumable(jobs, out) if resume else _check_new(jobs)
         for place in {job.folder if job.folder.exists() or job.folder.is_symlink() else out for job in jobs}:
@@ -191,14 +190,10 @@ def _check_resumable(jobs: Sequence[Job], out: Path) -> None:
     if any(job.folder.is_dir() for job in jobs):
         return
     there = sorted(path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
-    held = (
-        f"{out} holds {', '.join(there[:5])}{', ...' if len(there) > 5 else ''}"
-        if there
-        else f"{out} holds no run"
-    )
+    held = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "") or "no run"
     raise ValueError(
-        f"--resume must find a run to resume. Got none at {jobs[0].folder}; {held}. Repeat the options of "
-        "the interrupted command, or start a new run without --resume."
+        f"--resume must find a run to resume. Got none at {jobs[0].folder}; {out} holds {held}. Repeat the "
+        "options of the interrupted command, or start a new run without --resume."
     )
 
 
@@ -273,17 +268,11 @@ def tune(
     recipe: Annotated[str, Argument(metavar="RECIPE", help="A CMCL recipe from `cmcl list`.")],
     root: common.Root = None,
     out: common.RunsFolder = Path("runs"),
-    betas: Annotated[
-        str | None, Option(metavar="B,B,...", help="Values of beta [default: the paper's].")
-    ] = None,
-    overlaps: Annotated[
-        str | None, Option(metavar="K,K,...", help="Values of K [default: the paper's].")
-    ] = None,
+    betas: Annotated[str | None, Option(metavar="B,B,...", help="Betas, else the paper's.")] = None,
+    overlaps: Annotated[str | None, Option(metavar="K,K,...", help="Ks, else the paper's.")] = None,
     setting: common.Settings = None,
     validation: Annotated[float, Option(help="Fraction of the training data to hold out.")] = 0.1,
-    eta: Annotated[
-        int, Option(min=2, help="One of eta candidates is kept, and trains eta times longer.")
-    ] = 3,
+    eta: Annotated[int, Option(min=2, help="One of eta candidates is kept, for eta times longer.")] = 3,
     seeds: Annotated[int, Option(min=1, help="Seeds over which a candidate's error is averaged.")] = 1,
     plot: Annotated[Path | None, Option(metavar="FILE", help="Draw the search to an .svg or .png.")] = None,
     device: common.Device = "auto",
