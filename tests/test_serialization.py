@@ -3,6 +3,7 @@
 import json
 import os
 import pickletools
+import time
 from hashlib import sha256
 
 import pytest
@@ -238,6 +239,22 @@ class TestSaving:
             ensemble.save(folder)
         after = cmcl.load(folder).state_dict()
         assert all(value.equal(after[key]) for key, value in before.items())
+
+    def test_parts_of_killed_writes_are_removed(self, saved):
+        """One of an hour ago is nobody's any more; a fresh one may be another process's."""
+        ensemble, folder = saved
+        old, fresh, foreign = (
+            folder / name
+            for name in (".a.safetensors.0a_bcdef.part", ".config.json.0abcdefg.part", ".note.part")
+        )
+        for path in (old, fresh, foreign):
+            path.touch()
+        for path in (old, foreign):
+            os.utime(path, (0, time.time() - 3700))
+        ensemble.save(folder)
+        assert not old.exists()
+        assert fresh.exists()
+        assert foreign.exists()
 
     def test_another_programs_config_is_not_overwritten(self, tmp_path):
         (tmp_path / "config.json").write_text('{"model_type": "bert"}')

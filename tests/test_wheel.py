@@ -64,7 +64,8 @@ def test_from_an_empty_folder(installed, tmp_path):
     assert "digits-cmcl" in {recipe["name"] for recipe in recipes}
 
     words = ("train", "digits-cmcl", "--steps", 2, "--device", "cpu", "--quiet", "--json")
-    folder = json.loads(run(cmcl, *words, cwd=tmp_path))["run"]
+    (trained,) = json.loads(run(cmcl, *words, cwd=tmp_path))
+    folder = trained["run"]
     run(cmcl, "report", folder, "-o", "page.html", cwd=tmp_path)
     assert "digits-cmcl" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
@@ -73,5 +74,5 @@ def test_from_an_empty_folder(installed, tmp_path):
         run(cmcl, "predict", folder, "black.png", "--device", "cpu", "--json", cwd=tmp_path)
     )
     assert len(answer["members"]) == 5
-    run(cmcl, "export", folder, "-o", "model.pt2", "--format", "torch", "--images", 4, cwd=tmp_path)
+    run(cmcl, "export", folder, "-o", "model.pt2", "--limit", 4, cwd=tmp_path)
     assert (tmp_path / "model.pt2").exists()

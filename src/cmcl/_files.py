@@ -6,12 +6,14 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 LIMIT = "which takes no file so large (a limit, or the kind of disk)", "Raise the limit"
+STALE = 3600.0  # seconds without a write, after which a temporary file is left over from a killed process
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a quota, a limit on file sizes
 
 
@@ -23,14 +25,22 @@ class DiskFullError(OSError):
 def replacing(path: Path, checkpoints: Path | None = None) -> Iterator[Path]:
     """A temporary path beside `path`, renamed to it once all is written and on the disk.
 
-    After a failure (a full disk, an interrupt) nothing new is left, and what was at `path` still is.
-    `checkpoints` is as for `needing_room`.
+    After a failure (a full disk, an interrupt) nothing new is left, and what was at `path` still is. Files
+    that killed processes left half-written are removed. `checkpoints` is as for `needing_room`.
     """
     path = path.resolve() if path.is_symlink() else path  # the link stays
     if os.path.lexists(path) and not path.is_file():  # /dev/null would become a file for everybody
         raise ValueError(f"{path} must be a file to be replaced. Got something else. Name another place.")
+    _remove_stale(path.parent)
     with needing_room(path, checkpoints), _renamed_to(path) as part:
         yield part
+
+
+def _remove_stale(folder: Path) -> None:
+    for part in folder.glob(".*.????????.part"):  # as mkstemp names them below
+        with suppress(OSError):  # another process may remove it first, or own it
+            if part.is_file() and time.time() - part.stat().st_mtime > STALE:
+                part.unlink()
 
 
 @contextmanager
