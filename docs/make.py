@@ -1,146 +1,220 @@
-"""The pictures and tables of these pages, made from files in results/ and zoo/: python docs/make.py
+"""The figures and tables of these pages, made from results/ and zoo/: python docs/make.py
 
-A picture carries a digest of what it was drawn from, and tables stand between two comments; a test compares.
+A picture carries a digest of its chart, and tables stand between two comments; a test compares both.
+sharing.svg and answers.svg were drawn by hand.
 """
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib as mpl
-from drawings import DRAWN, RECORDS, ROOT, STYLE, digest, segmentation_errors
-
+from cmcl.report import figures
 from cmcl.report.documents import fill
+from cmcl.report.figures import Figure
+from cmcl.report.load import Run
+from cmcl.report.page import paper_figures
 from cmcl.reproduction import RECIPES, find
-from cmcl.reproduction.cells import select
+from cmcl.reproduction.cells import Evidence, select
 from cmcl.reproduction.record import Record, load_records
 
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PICTURES = ROOT / "docs" / "pictures"
-TRIED = ROOT / "results" / "tried"  # records that fill no cell
-MASTERED = 90  # percent right, as in the paper's figure 2
+ZOO = {"ie": "independent ensemble", "cmcl": "CMCL, K = 4"}
+RECORDS = load_records(RESULTS)
+EVIDENCE = Evidence.of(RECORDS)
+
+
+def zoo_run(method: str, label: str = "") -> Run:
+    """An ensemble of zoo/ with its entropies on SVHN and its risks, from results/rejecting.json."""
+    record = Record.load(ROOT / "zoo" / f"cifar10-resnet20-{method}" / "record.json")
+    found = json.loads((RESULTS / "rejecting.json").read_text())[method]
+    names = {"specialised": "specialised", "other": "other", "ood": "unseen"}
+    entropy = {new: [member[old] for member in found["members"]] for new, old in names.items()}
+    averaged = found["ranking"]["mean_entropy"]
+    entropy |= {"averaged": averaged["known"], "averaged_ood": averaged["unseen"]}
+    risks = {"risk_coverage": found["risk_coverage"]["confidence"]}
+    update = {
+        "entropy": record.entropy | entropy,
+        "ood": "svhn",
+        "calibration": record.calibration | risks,
+    }
+    return Run.of(record.model_copy(update=update), label or f"{ZOO[method]}, AUROC {averaged['auroc']:.3f}")
+
+
+def zoo_runs() -> list[Run]:
+    """Both ensembles of zoo/ that the pages compare."""
+    return [zoo_run(method, label) for method, label in ZOO.items()]
+
+
+FIGURES: dict[str, Callable[[], Figure | None]] = {
+    "figure1": lambda: paper_figures(EVIDENCE)["1"],
+    "figure2": lambda: paper_figures(EVIDENCE)["2"],
+    "segmentation": lambda: paper_figures(EVIDENCE)["4"],
+    "who-knows-what": lambda: figures.heat_maps("who-knows-what", "", zoo_runs()),
+    "entropy": lambda: figures.entropies("entropy", "", zoo_runs()),
+    "unseen": lambda: figures.entropies("unseen", "", [zoo_run(m) for m in ZOO], averaged=list(ZOO)),
+    "rejecting": lambda: figures.risk_coverage("rejecting", "", zoo_runs()),
+    "tuning": lambda: figures.tuning(json.loads((RESULTS / "tuning-digits.json").read_text())),
+}
+
+
+def digest(figure: Figure) -> str:
+    """A digest of the chart."""
+    return hashlib.sha256(json.dumps(figures.joined(figure), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def table(heads: str, rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; heads are separated by |, and > before one aligns its column to the right."""
+    titles = [title.strip() for title in heads.split("|")]
+    lines = [
+        [title.lstrip("> ") for title in titles],
+        ["--:" if t.startswith(">") else "---" for t in titles],
+    ]
+    texts = [" | ".join(map(str, row)) for row in (lines[0], *rows)]
+    return "\n".join([f"| {texts[0]} |", f"|{'|'.join(lines[1])}|", *(f"| {text} |" for text in texts[1:])])
+
+
+def both(errors: Any) -> str:
+    """Top-1 and oracle error."""
+    return f"{errors['top1']:.2f} / {errors['oracle']:.2f}"
+
+
+def scored(record: Record, errors: Any) -> float:
+    """The error that the paper calls top-1: for segmentation, of the most confident member."""
+    return errors["picked" if record.dense else "top1"]
+
+
+def seeds_of(name: str) -> list[Record]:
+    """The records of a recipe, by seed."""
+    found = [r for r in RECORDS if r.name == name and r.recipe_hash == find(name).hash]
+    return sorted(found, key=lambda record: record.seed)
+
+
+def tried(pattern: str) -> list[Record]:
+    """Records that fill no cell, with held-out images, the best on those first."""
+    records = [Record.load(path) for path in sorted((RESULTS / "tried").glob(pattern))]
+    return sorted((r for r in records if r.validation), key=lambda r: scored(r, r.validation))
+
+
+def top1(record: Record) -> list[str]:
+    """Held-out and test error."""
+    return [f"{scored(record, errors):.2f}" for errors in (record.validation, record.errors["expected"])]
 
 
 def zoo() -> str:
     """The two ensembles of zoo/ side by side."""
-    rows = ["| method | top-1 | oracle | members alone | ECE | NLL |", "|---|--:|--:|--:|--:|--:|"]
-    for path, name in zip(RECORDS, ("independent ensemble", "CMCL, K = 4"), strict=True):
-        record = json.loads(path.read_text())
-        errors, calibration = record["errors"]["expected"], record["calibration"]
-        numbers = (errors["top1"], errors["oracle"], fmean(record["members"]), calibration["ece"])
-        cells = [f"{number:.2f} %" for number in numbers] + [f"{calibration['nll']:.3f}"]
-        rows.append(f"| {' | '.join([name, *cells])} |")
-    return "\n".join(rows)
+    rows = []
+    for method, name in ZOO.items():
+        record = Record.load(ROOT / "zoo" / f"cifar10-resnet20-{method}" / "record.json")
+        errors, calibration = record.errors["expected"], record.calibration
+        numbers = (errors["top1"], errors["oracle"], fmean(record.members), calibration["ece"])
+        rows.append([name, *(f"{number:.2f} %" for number in numbers), f"{calibration['nll']:.3f}"])
+    return table("method |> top-1 |> oracle |> members alone |> ECE |> NLL", rows)
 
 
 def demo() -> str:
-    """What the demo's settings give on the seeds that they were not chosen on."""
-    lines = (ROOT / "results" / "demo-seeds.txt").read_text(encoding="utf-8").splitlines()
+    """The demo's settings on the seeds that they were not chosen on."""
+    lines = (RESULTS / "demo-seeds.txt").read_text(encoding="utf-8").splitlines()
     rows = [re.split(r"\s{2,}", line) for line in lines if line.count("±") == 3]
     names = {"single": "one network", "ie": "independent ensemble", "mcl": "MCL", "cmcl": "**CMCL**"}
     seeds = next(line for line in lines if " seeds, " in line).split(",")[0]
     verdict = next(line for line in lines if line.startswith("CMCL's top-1"))
-    table = [f"| {seeds} | top-1 error % | oracle error % |", "|---|--:|--:|"]
-    table += [f"| {names[name]} | {top1} | {oracle} |" for name, top1, oracle, _ in rows]
-    return "\n".join([*table, "", f"{verdict}."])
+    found = table(f"{seeds} |> top-1 error % |> oracle error %", [[names[r[0]], r[1], r[2]] for r in rows])
+    return f"{found}\n\n{verdict}."
 
 
 def icoseg() -> str:
     """Figures 4b and 4c as a table: most confident member, averaged prediction, oracle."""
-    errors = [segmentation_errors(kind) for kind in ("picked", "top1", "oracle")]
 
     def cell(m: int, method: str) -> str:
-        if (m, method) in errors[0]:
-            return " / ".join(f"{kind[m, method]:.2f}" for kind in errors)
-        return "as IE" if m == 1 else "not measured"
+        ours = EVIDENCE.cells[f"fig4bc/icoseg-fcn-m{m}-{method}"]["ours"]
+        if m == 1 and method != "ie":
+            return "as IE"
+        keys = ("picked", "top1", "oracle")
+        return " / ".join(f"{ours[key]['mean']:.2f}" for key in keys) if ours else "not measured"
 
-    rows = ["| members | IE | MCL | CMCL |", "|--:|--:|--:|--:|"]
-    rows += [
-        f"| {m} | {' | '.join(cell(m, method) for method in ('ie', 'mcl', 'cmcl'))} |" for m in range(1, 6)
-    ]
-    return "\n".join(rows)
-
-
-def tried(pattern: str) -> list[dict[str, Any]]:
-    """Records with held-out images, the best on those first."""
-    records = [json.loads(path.read_text()) for path in sorted(TRIED.glob(pattern))]
-    return sorted((r for r in records if r["validation"]), key=lambda r: r["validation"][_score(r["recipe"])])
+    rows = [[m, *(cell(m, method) for method in ("ie", "mcl", "cmcl"))] for m in range(1, 6)]
+    return table("> members |> IE |> MCL |> CMCL", rows)
 
 
 def icoseg_search() -> str:
-    """What the learning rates and beta were chosen by."""
-    rows = ["| method | learning rate | beta | held-out top-1 % | test top-1 % |", "|---|--:|--:|--:|--:|"]
+    """The errors that the learning rates and beta were chosen by."""
+    rows = []
     for method in ("ie", "mcl", "cmcl"):
         for record in tried(f"icoseg-fcn-m5-{method}-*"):
-            recipe, beta = record["recipe"], f"{record['recipe']['beta']:g}" if method == "cmcl" else "–"
-            rows.append(f"| {method.upper()} | {recipe['lr']:g} | {beta} | {_top1(record)} |")
-    return "\n".join(rows)
+            recipe, beta = record.recipe, f"{record.recipe['beta']:g}" if method == "cmcl" else "–"
+            rows.append([method.upper(), f"{recipe['lr']:g}", beta, *top1(record)])
+    return table("method |> learning rate |> beta |> held-out top-1 % |> test top-1 %", rows)
 
 
 def small_cnn() -> str:
     """One small CNN in variants."""
-    rows = [
-        "| epochs | differs from the authors' program by | held-out top-1 % | test top-1 % |",
-        "|--:|---|--:|--:|",
-    ]
-    records = tried("cifar10-cnn-ie-*")
-    for record in sorted(records, key=lambda r: -r["recipe"]["steps"]):  # stable: the best first
-        recipe = record["recipe"]
+    rows = []
+    for record in sorted(tried("cifar10-cnn-ie-*"), key=lambda r: -r.recipe["steps"]):  # stable: best first
+        recipe = record.recipe
         changes = [f"`{name}={value}`" for name, value in recipe["network_options"].items()]
-        changes += [f"`lr={recipe['lr']:g}`"] * (recipe["lr"] != 0.01)
-        changes += [f"`weight_decay={recipe['weight_decay']:g}`"] * (recipe["weight_decay"] != 5e-4)
+        usual = {"lr": 0.01, "weight_decay": 5e-4}
+        changes += [f"`{name}={recipe[name]:g}`" for name, value in usual.items() if recipe[name] != value]
         changes += [f"`preprocess={recipe['preprocess']}`"] * (recipe["preprocess"] != "gcn_zca")
         epochs = recipe["steps"] * recipe["batch_size"] / (50_000 * (1 - recipe["validation"]))
-        rows.append(f"| {epochs:.0f} | {', '.join(changes) or 'nothing'} | {_top1(record)} |")
-    return "\n".join(rows)
+        rows.append([f"{epochs:.0f}", ", ".join(changes) or "nothing", *top1(record)])
+    heads = "> epochs | differs from the authors' program by |> held-out top-1 % |> test top-1 %"
+    return table(heads, rows)
 
 
-TREATMENTS = {  # of dropout before max-pooling at test, as benchmarks/dropout_at_test.py calls them
+TREATMENTS = {  # of dropout before max-pooling at test time, as benchmarks/dropout_at_test.py calls them
     "shrunk": "halved (the program)",
     "expected": "mean over the masks",
     "drawn 8 times": "eight draws, averaged",
 }
 
 
+def treated(ensemble: str, treatment: str) -> list[str]:
+    """Top-1 and oracle error on test images, top-1 error on the others."""
+    blocks = (RESULTS / "dropout-at-test-h200.txt").read_text().split("\n## ")
+    (block,) = (block for block in blocks if block.startswith(ensemble))
+    (line,) = (line for line in block.splitlines() if line.startswith(f"{treatment} "))
+    return re.findall(r"(?:top1|oracle) +([\d.]+)", line)[:3]
+
+
 def at_test() -> str:
-    """Table 1's ensembles under other treatments of dropout at test, beside the paper's numbers."""
-    heads = ["top-1 / oracle %", "paper", *TREATMENTS.values()]
-    heads += ["training top-1 %: halved", "mean"]
-    rows = [heads, ["---"] + ["--:"] * (len(heads) - 1)]
+    """Table 1's ensembles under other treatments of dropout at test time, beside the paper's numbers."""
+    rows = []
     for cell in select(["table1"]):
-        found = [_treated(f"{cell.name}--", treatment) for treatment in TREATMENTS]
-        printed = f"{cell.paper['top1']:.2f} / {cell.paper['oracle']:.2f}" if cell.paper else "–"
+        found = [treated(f"{cell.name}--", treatment) for treatment in TREATMENTS]
         test = [f"{numbers[0]} / {numbers[1]}" for numbers in found]
+        printed = both(cell.paper) if cell.paper else "–"
         rows.append([f"`{cell.name}`", printed, *test, *(numbers[2] for numbers in found[:2])])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    heads = ["top-1 / oracle %", "paper", *TREATMENTS.values(), "training top-1 %: halved", "mean"]
+    return table(" |> ".join(heads), rows)
 
 
 def held_out() -> str:
-    """One network under the same treatments, on images that were held out of its training."""
-    rows = ["| dropout before pooling, at test | held-out top-1 % | test top-1 % |", "|---|--:|--:|"]
-    for treatment, title in TREATMENTS.items():
-        test, _, other = _treated("cifar10-cnn-ie-members1", treatment)
-        rows.append(f"| {title} | {other} | {test} |")
-    return "\n".join(rows)
+    """One network under the same treatments, on held-out training images."""
+    found = {title: treated("cifar10-cnn-ie-members1", name) for name, title in TREATMENTS.items()}
+    heads = "dropout before pooling, at test |> held-out top-1 % |> test top-1 %"
+    return table(heads, [[title, other, test] for title, (test, _, other) in found.items()])
 
 
 def long_run() -> str:
-    """One network trained in full: where its dropout stands."""
+    """One network trained in full, with dropout before and after pooling."""
     ie = seeds_of("cifar10-cnn-ie")[0].members
-    (after,) = (Record.load(path) for path in TRIED.glob("cifar10-cnn-ie-dropbeforepoolfalse-members1--*"))
-    rows = ["| one network, 200 epochs | test top-1 % |", "|---|--:|"]
+    (path,) = (RESULTS / "tried").glob("cifar10-cnn-ie-dropbeforepoolfalse-members1--*")
     alone = f"{fmean(ie):.2f} ({min(ie):.2f} to {max(ie):.2f})"
-    rows.append(f"| dropout before pooling, mean over the masks (IE's five members) | {alone} |")
-    rows.append(f"| dropout after pooling | {fmean(after.members):.2f} |")
-    return "\n".join(rows)
+    rows = [["dropout before pooling, mean over the masks (IE's five members)", alone]]
+    rows += [["dropout after pooling", f"{fmean(Record.load(path).members):.2f}"]]
+    return table("one network, 200 epochs |> test top-1 %", rows)
 
 
 def trained_again() -> str:
     """The rows of Table 1 that were trained more than once, run by run."""
-    rows = ["| top-1 / oracle % | paper | first run | another | |", "|---|--:|--:|--:|---|"]
-    earlier = (ROOT / "results" / "dropout-factors-h200.txt").read_text()
+    rows, earlier = [], (RESULTS / "dropout-factors-h200.txt").read_text()
     for cell in select(["table1"]):
         first, *others = (r.errors["expected"] for r in seeds_of(cell.name))
         other, which = (others or [None])[0], "another seed"
@@ -149,54 +223,40 @@ def trained_again() -> str:
             found = re.findall(r"(top1|oracle) +([\d.]+)", block.partition("\n")[0])[:2]
             other, which = {key: float(value) for key, value in found}, "the same seed, an earlier training"
         if other and cell.paper:
-            runs = [f"{run['top1']:.2f} / {run['oracle']:.2f}" for run in (cell.paper, first, other)]
-            rows.append(f"| `{cell.name}` | {' | '.join(runs)} | {which} |")
-    return "\n".join(rows)
-
-
-def seeds_of(name: str) -> list[Record]:
-    """The records of a recipe, by seed."""
-    found = [r for r in load_records(ROOT / "results") if r.recipe_hash == find(name).hash and r.name == name]
-    return sorted(found, key=lambda record: record.seed)
+            rows.append([f"`{cell.name}`", *map(both, (cell.paper, first, other)), which])
+    return table("top-1 / oracle % |> paper |> first run |> another | ", rows)
 
 
 def sharing_seeds() -> str:
-    """Table 1's row with sharing alone, run by run: the errors, and the classes that each member masters."""
-    rows = ["| seed | top-1 % | oracle % | classes that the members master |", "|--:|--:|--:|---|"]
+    """Table 1's row with sharing alone, run by run: errors, and classes with over 90 % accuracy by member."""
+    rows = []
     for record in seeds_of("cifar10-cnn-cmcl-sharing"):
         errors = record.errors["expected"]
-        classes = [sum((right or 0) > MASTERED for right in member) for member in record.classwise]
-        shares = ", ".join(map(str, sorted(classes, reverse=True)))
-        rows.append(f"| {record.seed} | {errors['top1']:.2f} | {errors['oracle']:.2f} | {shares} |")
-    return "\n".join(rows)
+        classes = sorted((sum((x or 0) > 90 for x in member) for member in record.classwise), reverse=True)
+        listed = ", ".join(map(str, classes))
+        rows.append([record.seed, f"{errors['top1']:.2f}", f"{errors['oracle']:.2f}", listed])
+    return table("> seed |> top-1 % |> oracle % | classes that the members master", rows)
 
 
 def svhn_whitened() -> str:
-    """What SVHN's preparation is worth."""
-    (whitened,) = (Record.load(path) for path in TRIED.glob("svhn-resnet20-ie--*"))
-    ours = seeds_of("svhn-resnet20-ie")[0]
-    paper = {
-        cell.single: cell.paper["top1"]
-        for cell in select(["table3"])
-        if cell.paper and cell.name == ours.name
-    }
-    heads = "| top-1 %, ResNet-20, SVHN, seed 0 | paper | contrast and ZCA | mean and deviation |"
-    rows = [heads, "|---|--:|--:|--:|"]
+    """SVHN with two kinds of preprocessing."""
+    (path,) = (RESULTS / "tried").glob("svhn-resnet20-ie--*")
+    whitened, ours, rows = Record.load(path), seeds_of("svhn-resnet20-ie")[0], []
+    cells = {c.single: c for c in select(["table3"]) if c.paper and c.name == ours.name}
     for single, title in ((True, "single network"), (False, "IE")):
-        errors = [fmean(r.members) if single else r.errors["expected"]["top1"] for r in (whitened, ours)]
-        rows.append(f"| {title} | {paper[single]:.2f} | {errors[0]:.2f} | {errors[1]:.2f} |")
-    return "\n".join(rows)
+        errors = [cells[single].errors(record)["top1"] for record in (whitened, ours)]
+        rows.append([title, *(f"{error:.2f}" for error in (cells[single].paper["top1"], *errors))])
+    return table("top-1 %, ResNet-20, SVHN, seed 0 |> paper |> contrast and ZCA |> mean and deviation", rows)
 
 
 def sharing_variants() -> str:
     """Table 1's last row in short variants, a tenth of the training images held out."""
-    rows = ["| beta | dropout | held-out top-1 / oracle % | test top-1 / oracle % |", "|--:|---|--:|--:|"]
+    rows = []
     for record in tried("cifar10-cnn-cmcl-sharing-sampled-*"):
-        recipe, both = record["recipe"], (record["validation"], record["errors"]["expected"])
-        place = "before" if recipe["network_options"].get("drop_before_pool", True) else "after"
-        errors = [f"{found['top1']:.2f} / {found['oracle']:.2f}" for found in both]
-        rows.append(f"| {recipe['beta']:g} | {place} pooling | {' | '.join(errors)} |")
-    return "\n".join(rows)
+        before = record.recipe["network_options"].get("drop_before_pool", True)
+        errors = map(both, (record.validation, record.errors["expected"]))
+        rows.append([f"{record.recipe['beta']:g}", f"{'before' if before else 'after'} pooling", *errors])
+    return table("> beta | dropout |> held-out top-1 / oracle % |> test top-1 / oracle %", rows)
 
 
 def adversarial() -> str:
@@ -206,64 +266,42 @@ def adversarial() -> str:
         "cifar10-cnn-cmcl-sharing-sampled": "CMCL + feature sharing + stochastic labels",
         "cifar10-cnn-ie-adversarial": "IE, adversarial training",
     }
-    rows = [
-        "| five small CNNs, CIFAR-10, seed 0 | top-1 % | oracle % | members alone % |",
-        "|---|--:|--:|--:|",
-    ]
+    rows = []
     for name, title in names.items():
         record = seeds_of(name)[0]
         errors, alone = record.errors["expected"], f"{min(record.members):.2f} to {max(record.members):.2f}"
-        rows.append(f"| {title} | {errors['top1']:.2f} | {errors['oracle']:.2f} | {alone} |")
-    return "\n".join(rows)
-
-
-def _treated(ensemble: str, treatment: str) -> list[str]:
-    """Top-1 and oracle error on test images, top-1 error on the others."""
-    blocks = (ROOT / "results" / "dropout-at-test-h200.txt").read_text().split("\n## ")
-    (block,) = (block for block in blocks if block.startswith(ensemble))
-    (line,) = (line for line in block.splitlines() if line.startswith(f"{treatment} "))
-    return re.findall(r"(?:top1|oracle) +([\d.]+)", line)[:3]
+        rows.append([title, f"{errors['top1']:.2f}", f"{errors['oracle']:.2f}", alone])
+    return table("five small CNNs, CIFAR-10, seed 0 |> top-1 % |> oracle % |> members alone %", rows)
 
 
 def masks() -> str:
-    """CMCL with feature sharing against IE, with the mean of the masks at test and with masks drawn."""
+    """CMCL with feature sharing against IE, with the mean of the masks at test time and with masks drawn."""
     records = {
         record.name: record
-        for record in load_records(ROOT / "results")
+        for record in RECORDS
         if record.seed == 0 and record.name in RECIPES and record.recipe_hash == find(record.name).hash
     }
-    rows = [
-        "| recipe, seed 0 | IE top-1 % | CMCL, mean of masks | beside IE | CMCL, masks drawn | beside IE |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+    rows = []
     for name, record in records.items():
         ie = records.get(f"{name.split('-cmcl')[0]}-ie")
         if ie and record.recipe["method"] == "cmcl" and record.recipe["sharing"]:
-            key = _score(record.recipe)
-            other = ie.errors["expected"][key]
+            other = scored(ie, ie.errors["expected"])
             cells = [f"{other:.2f}"]
             for mode in ("expected", "sampled"):
-                mine = record.errors[mode][key]
+                mine = scored(record, record.errors[mode])
                 cells += [f"{mine:.2f}", f"{100 * (mine / other - 1):+.1f} %".replace("-", "−")]
-            rows.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(rows)
-
-
-def _top1(record: dict[str, Any]) -> str:
-    key = _score(record["recipe"])
-    return f"{record['validation'][key]:.2f} | {record['errors']['expected'][key]:.2f}"
-
-
-def _score(recipe: Mapping[str, Any]) -> str:
-    """The paper's top-1 error: for segmentation that of the most confident member."""
-    return "picked" if recipe["network"] == "fcn" else "top1"
+            rows.append([name, *cells])
+    heads = (
+        "recipe, seed 0 |> IE top-1 % |> CMCL, mean of masks |> beside IE |> CMCL, masks drawn |> beside IE"
+    )
+    return table(heads, rows)
 
 
 def table_of(file: str, start: str) -> Callable[[], str]:
     """The table in a file of results/ whose first line begins so."""
 
     def find() -> str:
-        text = (ROOT / "results" / file).read_text()
+        text = (RESULTS / file).read_text()
         return text[text.index(f"\n{start}") + 1 :].split("\n\n")[0].rstrip()
 
     return find
@@ -271,7 +309,7 @@ def table_of(file: str, start: str) -> Callable[[], str]:
 
 def whole(file: str) -> Callable[[], str]:
     """A file of results/ as it is."""
-    return lambda: f"```text\n{(ROOT / 'results' / file).read_text().rstrip()}\n```"
+    return lambda: f"```text\n{(RESULTS / file).read_text().rstrip()}\n```"
 
 
 TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end -->
@@ -300,13 +338,11 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
 
 def main() -> None:
     """Draw and fill all."""
-    PICTURES.mkdir(exist_ok=True)
-    with mpl.rc_context(STYLE):
-        for name, (draw, _) in DRAWN.items():
-            path = PICTURES / f"{name}.svg"
-            draw(path)
+    for name, make in FIGURES.items():
+        if figure := make():
+            path = figures.save(figure, PICTURES / f"{name}.svg")
             svg = path.read_text(encoding="utf-8").rstrip()
-            path.write_text(f"{svg}\n<!-- docs/make.py, {digest(name)} -->\n", encoding="utf-8")
+            path.write_text(f"{svg}\n<!-- docs/make.py, {digest(figure)} -->\n", encoding="utf-8")
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         page.write_text(fill(text, "make", TABLES, page.name), encoding="utf-8")

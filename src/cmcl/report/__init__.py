@@ -1,4 +1,4 @@
-"""The report: what records and run folders tell, as a page, as Markdown, as figures for a paper."""
+"""The report: records and run folders as an HTML page, as Markdown, or as figures for a paper."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,36 +6,35 @@ from pathlib import Path
 from .._files import replacing
 
 FORMATS = ("html", "md", "svg", "png", "pdf")
+EXTRA = {"altair", "jinja2", "vl_convert"}  # Markdown needs none of them
 
 
 def write(sources: Sequence[str | Path], out: str | Path, *, format: str = "html") -> Path:
-    """Write a report and return where it is.
+    """Write a report and return its path.
 
     Args:
         sources: run folders, folders of run folders, or a results folder (one with records/).
         out: the file to write; for figures (svg, png, pdf) a folder that gets a file for each.
-        format: "html", "md", "svg", "png" or "pdf".
+        format: "html", "md", "svg", "png" or "pdf". All but "md" need the extra `report`.
     """
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}. Got {format!r}.")
-    from .gather import gather
+    from . import load, markdown
 
-    material, out = gather(sources), Path(out)
-    if format == "html":
-        from .page import render as text_of
-    elif format == "md":
-        from .markdown import render as text_of
+    inputs, out = load.load(sources), Path(out)
+    if format == "md":
+        text = markdown.render(inputs)
     else:
-        from .figures import save
-
-        save(material, out, format)
-        return out
-    text = text_of(material)
-    if not text.strip():
-        raise ValueError(
-            "runs must have records for tables. Got runs that were not measured: cmcl.record does that; or "
-            "write a page (html), which shows how they learned."
-        )
+        try:
+            from . import page
+        except ImportError as error:
+            if error.name not in EXTRA:
+                raise
+            hint = "Install it with: pip install 'confident-mcl[report]'"
+            raise ImportError(f"the report needs {error.name}. {hint}.", name=error.name) from error
+        if format != "html":
+            return page.save_figures(inputs, out, format)
+        text = page.render(inputs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as part:
         part.write_text(text, encoding="utf-8")

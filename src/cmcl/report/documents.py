@@ -1,6 +1,6 @@
 """`python -m cmcl.report.documents README.md ... [--check]`: tables in documents, from results/.
 
-A document has regions, `<!-- cmcl:headline -->` to `<!-- cmcl:end -->`; what stands between is written here.
+A document has regions, `<!-- cmcl:headline -->` to `<!-- cmcl:end -->`, whose content is written here.
 """
 
 import argparse
@@ -13,28 +13,22 @@ from pathlib import Path
 from ..reproduction.cells import Evidence, Records
 from ..reproduction.claims import judge
 from ..reproduction.record import load_records
-from . import story
-from .markdown import claims_markdown, headline, paper_markdown
+from .markdown import claims, headline, paper_markdown
+from .summary import coverage, paper_summary
 
 REGIONS: dict[str, Callable[[Evidence], str]] = {
     "headline": headline,
-    "table1": lambda records: paper_markdown(1, records),
-    "table2": lambda records: paper_markdown(2, records),
-    "table3": lambda records: paper_markdown(3, records),
-    "claims": claims_markdown,
-    "finding": story.of_the_paper,
-    "coverage": lambda records: story.how_far(records, judge(records)),
+    "table1": partial(paper_markdown, "table1"),
+    "table2": partial(paper_markdown, "table2"),
+    "table3": partial(paper_markdown, "table3"),
+    "claims": claims,
+    "finding": lambda records: " ".join(paper_summary(records)),
+    "coverage": lambda records: coverage(records, judge(records)),
 }
 
 
 def refresh(path: str | Path, records: Records, check: bool = False) -> bool:
-    """Fill a document's regions from records; returns whether it was stale.
-
-    Args:
-        path: the document.
-        records: what to fill in.
-        check: only look, write nothing.
-    """
+    """Fill a document's regions from records, or with `check` only compare; returns whether it was stale."""
     path = Path(path)
     before = path.read_text(encoding="utf-8")
     after = filled(before, records, path.name)
@@ -44,13 +38,13 @@ def refresh(path: str | Path, records: Records, check: bool = False) -> bool:
 
 
 def filled(text: str, records: Records, name: str = "the document") -> str:
-    """The text with its regions written anew."""
+    """The text with its regions filled."""
     evidence = Evidence.of(records)
     return fill(text, "cmcl", {region: partial(write, evidence) for region, write in REGIONS.items()}, name)
 
 
 def fill(text: str, word: str, regions: Mapping[str, Callable[[], str]], name: str = "the document") -> str:
-    """The text with what stands between `<!-- word:REGION -->` and `<!-- word:end -->` written anew."""
+    """The text with everything between `<!-- word:REGION -->` and `<!-- word:end -->` replaced."""
     close = f"<!-- {word}:end -->"
     # At the start of a line: an indented one is an example.
     head, *found = re.split(rf"^<!-- {word}:(?!end\b)(\S+) -->$", text, flags=re.MULTILINE)

@@ -1,65 +1,489 @@
-"""The figures as files for a paper: SVG, PNG or PDF, drawn by vl-convert."""
+"""The figures of page, files and documents: altair in, Vega-Lite out, with the numbers of each as a table.
 
+A figure is a row of small panels, which the page lays out by its width. Colours are tokens of `theme`.
+M members, C classes.
+"""
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .drawing import Figure, vega_lite_version, vl_convert
-from .gather import Material
-from .sections import sections
-from .themes import LIGHT, config, filled
+import altair as alt
+import vl_convert
 
-WIDTH = 260  # of a panel, in points
-COLUMNS = 3
+from ..data.registry import DATASETS
+from ..reproduction.cells import CELLS, Evidence
+from ..reproduction.claims import median_entropy, pooled, specialisation
+from .load import METHODS, Row, Run
+from .tables import Column, Table, Value, dataset_title, names, number
+from .theme import COLOURS, DASHES, LIGHT, TURN, config, themed
+
+Point = dict[str, Any]
+VEGA_LITE = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])  # as vl-convert names it
+TICKS = [0, 1, 2, 5, 10, 20, 50, 100]
+ROW, TALLEST = 24, 720  # pixels: a class of a heat map, and all of them
+WIDTH, COLUMNS = 260, 3  # of the panels in a file
+MOST_POINTS = 24_000  # of all maps of win rates together: about 1 MB
+EPOCHS = 120  # points of a curve at most
 
 
-def save(material: Material, folder: Path, format: str) -> list[Path]:
-    """Write a file for each figure and return their paths.
+@dataclass(frozen=True)
+class Series:
+    """A name with its colour and dash."""
 
-    Args:
-        material: what there is.
-        folder: where to; it is made if needed.
-        format: "svg", "png" or "pdf".
+    name: str
+    colour: str  # a token
+    dash: list[int]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small chart."""
+
+    title: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Panels with a common legend, and their numbers."""
+
+    id: str
+    title: str
+    caption: str
+    panels: Sequence[Panel]
+    numbers: Table
+    legend: Sequence[Series] = ()
+    narrow: bool = False  # panels that need half the width
+    scale: tuple[str, str] | None = None  # what the lightest and the darkest colour mean
+
+
+def heat_maps(id: str, title: str, runs: Sequence[Run], classes: Sequence[str] = ()) -> Figure:
+    """Figure 1: each member's accuracy on each class."""
+    panels = [_heat_map(run, classes) for run in runs]
+    rows = [[Value(run.label), number(specialisation(run.measured), 1)] for run in runs]
+    caption = "Points between the best and the worst member of a class, mean over the classes"
+    numbers = Table(f"{id}-numbers", caption, [*names("Run"), Column("Points")], rows)
+    caption = "Accuracy of each member on each class, in percent. Specialists have light and dark cells."
+    return Figure(id, title, caption, panels, numbers, scale=("0 %", "100 %"))
+
+
+def _heat_map(run: Run, classes: Sequence[str]) -> Panel:
+    known = DATASETS[run.data].classes if run.data in DATASETS else ()
+    count = len(run.measured.classwise[0])
+    labels = [*(classes or known)[:count], *map(str, range(len(classes or known), count))]
+    points = [
+        {"class": labels[c], "member": m, "accuracy": value}
+        for m, row in enumerate(run.measured.classwise)
+        for c, value in enumerate(row)
+        if value is not None
+    ]
+    base = _chart(points).encode(
+        x=alt.X("member:O", title="member", axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("class:N", title=None, sort=labels, axis=alt.Axis(labelOverlap=True)),
+        tooltip=["class:N", "member:O", alt.Tooltip("accuracy:Q", format=".1f", title="accuracy, %")],
+    )
+    shade = alt.Color("accuracy:Q", scale=alt.Scale(domain=[0, 100], interpolate="rgb"), legend=None)
+    cells = base.mark_rect().encode(color=shade)
+    if count * ROW > TALLEST:  # the numbers do not fit into their cells
+        return _panel(run.label, alt.layer(cells), TALLEST)
+    ink = alt.condition(f"datum.accuracy > {TURN}", alt.value("@on-high"), alt.value("@on-low"))
+    text = base.mark_text(fontSize=11).encode(text=alt.Text("accuracy:Q", format=".0f"), color=ink)
+    return _panel(run.label, cells + text, count * ROW)
+
+
+GROUPS = {"specialised": "own classes", "other": "other classes", "test": "test images", "ood": "OOD"}
+AVERAGED = {"averaged": "test images", "averaged_ood": "OOD"}
+
+
+def entropies(id: str, title: str, runs: Sequence[Run], *, averaged: Container[str | None] = ()) -> Figure:
+    """Figure 2: entropy of the predictions for own classes, other classes and OOD images.
+
+    `averaged` are methods whose averaged prediction is shown instead, as in the paper for IE.
     """
-    found = [figure for section in sections(material, []) for figure in section.figures]
-    if not found:
-        raise ValueError(
-            "sources must hold something to draw. Got no figure of the paper, and no run that is finished "
-            "and measured on all test images."
+    groups = [_groups(run, AVERAGED if run.method in averaged else GROUPS) for run in runs]
+    legend = series(name for found in groups for name in found)
+    panels, rows = [], []
+    for run, found in zip(runs, groups, strict=True):
+        largest = run.measured.entropy["largest"]
+        points = [point for name, counts in found.items() for point in _steps(name, counts, largest)]
+        panels.append(_panel(run.label, _histograms(points, legend, largest), 190))
+        rows += [
+            [Value(run.label), Value(name), number(100 * (median_entropy(counts) or 0), 0)]
+            for name, counts in found.items()
+        ]
+    columns = [*names("Run", "Images"), Column("Median, %")]
+    numbers = Table(f"{id}-numbers", "Median entropy in percent of the largest", columns, rows, keys=2)
+    caption = "Entropy of the predictions of all members: 0 is certain, the largest is uniform."
+    if any(run.method in averaged for run in runs):
+        caption += " For the independent ensemble, of the averaged prediction."
+    if any(GROUPS["specialised"] in found for found in groups):
+        caption += " Own classes: those on which a member's accuracy is above 90 %."
+    return Figure(id, title, caption, panels, numbers, legend=legend)
+
+
+def _groups(run: Run, groups: Mapping[str, str]) -> dict[str, list[float]]:
+    """The histograms of the groups that have any predictions, by name."""
+    ood = dataset_title(run.measured.ood)
+    found = {
+        f"{name} ({ood})" if name == "OOD" else name: pooled(run.measured, k) for k, name in groups.items()
+    }
+    return {name: counts for name, counts in found.items() if sum(counts)}
+
+
+def _steps(name: str, histogram: Sequence[float], largest: float) -> list[Point]:
+    width, unit = largest / len(histogram), 100 / sum(histogram)
+    points = [
+        {
+            "from": round(i * width, 3),
+            "to": round((i + 1) * width, 3),
+            "group": name,
+            "percent": round(n * unit, 2),
+        }
+        for i, n in enumerate(histogram)
+    ]
+    return [*points, points[-1] | {"from": points[-1]["to"]}]  # a step ends where the next would begin
+
+
+def _histograms(points: list[Point], legend: Sequence[Series], largest: float) -> Any:
+    x = alt.X("from:Q", title="entropy, nats").scale(domain=[0, largest]).axis(grid=False)
+    steps = _chart(points).encode(
+        x=x,
+        y=_percent("percent", "predictions, %", points).stack(None),
+        color=_colour("group", legend),
+        tooltip=["group:N", "from:Q", "to:Q", "percent:Q"],
+    )
+    line = steps.mark_line(interpolate="step-after", strokeWidth=2).encode(strokeDash=_dash("group", legend))
+    return steps.mark_area(interpolate="step-after", opacity=0.15) + line
+
+
+def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
+    """Accuracy against confidence of the averaged prediction."""
+    points: list[Point] = []
+    for run in runs:
+        bins = run.measured.calibration["reliability"]
+        points += [
+            {"run": run.name, "label": run.label, "images": n, "confidence": c, "accuracy": a}
+            for n, c, a in zip(bins["count"], bins["confidence"], bins["accuracy"], strict=True)
+            if n and c is not None and a is not None
+        ]
+    legend = _legend(runs)
+    diagonal = _chart([{"x": 0, "y": 0}, {"x": 100, "y": 100}]).encode(x="x:Q", y="y:Q")
+    diagonal = diagonal.mark_line(color="@edge", strokeDash=[3, 3], strokeWidth=1)
+    lines = _chart(points).encode(
+        x=alt.X("confidence:Q", title="confidence, %", scale=alt.Scale(domain=[0, 100])),
+        y=alt.Y("accuracy:Q", title="accuracy, %", scale=alt.Scale(domain=[0, 100])),
+        color=_colour("run", legend),
+        detail="label:N",
+        tooltip=["label:N", "images:Q", _tip("confidence", ".1f"), _tip("accuracy", ".1f")],
+    )
+    size = alt.Size("images:Q", legend=None, scale=alt.Scale(range=[15, 160]))
+    drawn = diagonal + lines.mark_line(strokeWidth=1.5) + lines.mark_circle(opacity=0.9).encode(size=size)
+    rows = [[Value(run.label), number(run.measured.calibration["ece"])] for run in runs]
+    columns = [*names("Run"), Column("ECE, %")]
+    numbers = Table(f"{id}-numbers", "Expected calibration error", columns, rows)
+    caption = (
+        "Confidence of the averaged prediction against its accuracy; the size of a circle is the number of "
+        "images. On the diagonal it is calibrated, above underconfident, below overconfident. Temperature "
+        "scaling fixes both: cmcl.calibration.temperature."
+    )
+    return Figure(id, title, caption, [_panel("", drawn, 260)], numbers, legend=legend)
+
+
+def risk_coverage(id: str, title: str, runs: Sequence[Run]) -> Figure:
+    """Error of the most confident predictions against their number: selective prediction."""
+    points: list[Point] = []
+    rows, legend, shown = [], _legend(runs), (50, 80, 90, 100)
+    for run in runs:
+        risks = run.measured.calibration["risk_coverage"]
+        points += [
+            {"run": run.name, "label": run.label, "coverage": 100 * i // len(risks), "error": round(risk, 3)}
+            for i, risk in enumerate(risks, start=1)
+        ]
+        at = [risks[max(0, round(len(risks) * percent / 100) - 1)] for percent in shown]
+        rows.append([Value(run.label), *(number(risk) for risk in at)])
+    chart = _curves(points, legend, x=alt.X("coverage:Q", title="coverage, %", axis=alt.Axis(tickCount=5)))
+    chart = chart.encode(
+        y=_percent("error", "risk, %", points), tooltip=["label:N", "coverage:Q", _tip("error")]
+    )
+    columns = [*names("Run"), *(Column(f"{percent} % coverage") for percent in shown)]
+    numbers = Table(f"{id}-numbers", "Error of the most confident predictions, %", columns, rows)
+    caption = "Risk: error of the most confident predictions. Coverage: the fraction of images predicted."
+    return Figure(id, title, caption, [_panel("", chart, 260)], numbers, legend=legend)
+
+
+QUANTITIES = {  # of telemetry
+    "loss": "training loss",
+    "top1": "top-1 error, %",
+    "oracle": "oracle error, %",
+    "winners_entropy": "entropy of specialists, nats",
+    "losers_entropy": "entropy of non-specialists, nats",
+}
+
+
+def training(id: str, title: str, runs: Sequence[Run]) -> Figure:
+    """Loss, errors and entropies over the epochs."""
+    legend, panels = _legend(runs), []
+    for key, name in QUANTITIES.items():
+        curves = [_curve(run, key) for run in runs]
+        # in an independent ensemble all members are specialists: the others have no entropy
+        points = [point for curve in curves if any(p["value"] for p in curve) for point in curve]
+        if len({point["epoch"] for point in points}) > 1:
+            panels.append(_epochs(name, points, legend))
+    columns = [*names("Run"), Column("Epochs"), Column("Last loss"), Column("Last top-1, %")]
+    columns += names("Members with few wins")
+    numbers = Table(f"{id}-numbers", "After the last epoch", columns, [_ending(run) for run in runs])
+    caption = "Specialists of an example learn its label; the others learn a uniform prediction."
+    return Figure(id, title, caption, panels, numbers, legend=legend)
+
+
+def _curve(run: Run, key: str) -> list[Point]:
+    rows = [row for row in run.rows if getattr(row, key) is not None]
+    return [
+        {"run": run.name, "label": run.label, "epoch": row.epoch, "value": round(getattr(row, key), 4)}
+        for row in thinned(rows, EPOCHS)
+    ]
+
+
+def _epochs(name: str, points: list[Point], legend: Sequence[Series]) -> Panel:
+    chart = _curves(points, legend, x=alt.X("epoch:Q", title="epoch", axis=alt.Axis(tickMinStep=1)))
+    y = _percent("value", None, points) if name.endswith("error, %") else alt.Y("value:Q", title=None)
+    tooltip: list[Any] = ["label:N", "epoch:Q", alt.Tooltip("value:Q", title=name)]
+    return _panel(name, chart.encode(y=y, tooltip=tooltip), 190)
+
+
+def _ending(run: Run) -> list[Value]:
+    last = run.rows[-1]
+    top1 = next((row.top1 for row in reversed(run.rows) if row.top1 is not None), None)
+    dead = sorted({member for row in run.rows for member in row.dead_members})
+    return [
+        Value(run.label),
+        number(last.epoch, 0),
+        number(last.loss, 4),
+        number(top1),
+        Value(", ".join(map(str, dead)) or "none"),
+    ]
+
+
+def win_rates(id: str, title: str, run: Run, runs: int) -> Figure:
+    """The fraction of examples for which each member is a specialist, by epoch and, if known, by class.
+
+    `runs` such figures share MOST_POINTS.
+    """
+    by_class = [row for row in run.rows if row.win_rates_by_class]
+    shapes = {(len(row.win_rates_by_class), len(row.win_rates_by_class[0])) for row in by_class}
+    caption = "Percentage of the examples for which a member is a specialist, epoch by epoch"
+    if len(shapes) == 1 and len(by_class) > 1:
+        m, c = shapes.pop()
+        rows = thinned(by_class, max(6, MOST_POINTS // (runs * m * c)))
+        panels = [_class_map(member, rows, run.classes) for member in range(m)]
+        caption += ", by class"
+    else:
+        points = [
+            {"run": f"member {m}", "label": f"member {m}", "epoch": row.epoch, "value": round(100 * rate, 2)}
+            for row in thinned([row for row in run.rows if row.win_rates], EPOCHS)
+            for m, rate in enumerate(row.win_rates)
+        ]
+        panels = [_epochs("wins, %", points, series(point["run"] for point in points))]
+    last = run.rows[-1].win_rates
+    cells = [[Value(f"member {i}"), number(100 * rate, 1)] for i, rate in enumerate(last)]
+    columns = [*names("Member"), Column("Wins, %")]
+    numbers = Table(f"{id}-numbers", "Win rate over all examples in the last epoch", columns, cells)
+    scale = ("0 %", "100 %") if len(panels) > 1 else None
+    legend = [] if scale else series(f"member {i}" for i in range(len(last)))
+    return Figure(id, title, f"{caption}.", panels, numbers, legend, narrow=len(panels) > 1, scale=scale)
+
+
+def _class_map(member: int, rows: Sequence[Row], classes: Sequence[str] | None) -> Panel:
+    count = len(rows[0].win_rates_by_class[member])
+    labels = list(classes) if classes and len(classes) == count else list(map(str, range(count)))
+    points = [
+        {"epoch": row.epoch, "class": labels[c], "wins": round(100 * rate)}
+        for row in rows
+        for c, rate in enumerate(row.win_rates_by_class[member])
+    ]
+    marked = [rows[0].epoch, rows[len(rows) // 2].epoch, rows[-1].epoch]
+    chart = _chart(points).encode(
+        x=alt.X("epoch:O", title="epoch", axis=alt.Axis(values=marked, labelAngle=0)),
+        y=alt.Y("class:N", title=None, sort=labels, axis=alt.Axis(labelOverlap=True)),
+        color=alt.Color("wins:Q", scale=alt.Scale(domain=[0, 100]), legend=None),
+        tooltip=["epoch:O", "class:N", _tip("wins", ".0f")],
+    )
+    return _panel(f"member {member}", chart.mark_rect(), max(60, min(15 * count, 400)))
+
+
+FIGURE4 = (
+    ("fig4a", "top1", "a: CIFAR-10, ResNet-20, top-1 error, %"),
+    ("fig4bc", "picked", "b: iCoseg, picked error, %"),
+    ("fig4bc", "top1", "b: iCoseg, top-1 error, %"),
+    ("fig4bc", "oracle", "c: iCoseg, oracle error, %"),
+)
+
+
+def against_members(id: str, title: str, evidence: Evidence) -> Figure | None:
+    """Figure 4: errors against M; None as long as no curve has two points."""
+    panels, rows = [], []
+    for where, key, name in FIGURE4:
+        points = [
+            {
+                "run": f"{METHODS[method]}{' with sharing' if extra else ''}",
+                "label": cell.where[1],
+                "members": int(cell.where[2].removeprefix("m")),
+                "error": round(ours[key]["mean"], 3),
+                "n": ours[key]["n"],
+            }
+            for cell in CELLS
+            if cell.where[0] == where and (ours := evidence.cells[cell.id]["ours"])
+            for method, _, extra in [cell.where[1].partition("-")]
+        ]
+        if len({point["members"] for point in points}) > 1:
+            x = alt.X("members:O", title="members", axis=alt.Axis(labelAngle=0))
+            chart = _curves(points, METHOD_SERIES, x=x, point=True)
+            y = alt.Y("error:Q", title=None, scale=alt.Scale(zero=False))
+            panels.append(
+                _panel(name, chart.encode(y=y, tooltip=["run:N", "members:O", "error:Q", "n:Q"]), 220)
+            )
+        rows += [
+            [Value(name), Value(p["run"]), number(p["members"], 0), number(p["error"]), number(p["n"], 0)]
+            for p in points
+        ]
+    if not panels:
+        return None
+    columns = [*names("Panel", "Method"), Column("Members"), Column("Error, %"), Column("n")]
+    numbers = Table(f"{id}-numbers", "Measured so far", columns, rows, keys=3)
+    caption = "Error against the number of members, mean over the seeds."
+    legend = [one for one in METHOD_SERIES if any(row[1].text == one.name for row in rows)]
+    return Figure(id, title, caption, panels, numbers, legend=legend)
+
+
+def tuning(result: Mapping[str, Any]) -> Figure:
+    """The rounds of `cmcl tune`: held-out error by beta and K; the kept candidates have a frame."""
+    panels, rows = [], []
+    betas = sorted({row["beta"] for row in result["rungs"][0]["rows"]})
+    for rung in result["rungs"]:
+        highest = max(row["held_out"] for row in rung["rows"]) or 1
+        # at most TURN percent dark, so that every number can be read
+        points = [{**row, "shade": TURN * row["held_out"] / highest} for row in rung["rows"]]
+        base = _chart(points).encode(
+            x=alt.X("beta:O", title="beta", scale=alt.Scale(domain=betas), axis=alt.Axis(labelAngle=0)),
+            y=alt.Y("overlap:O", title="K", sort="descending"),
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    return [_save(figure, folder / f"{figure.id}.{format}") for figure in found]
+        shade = alt.Color("shade:Q", scale=alt.Scale(domain=[0, 100], interpolate="rgb"), legend=None)
+        frame = alt.condition("datum.kept", alt.value("@c3"), alt.value("@panel"))
+        cells = base.mark_rect(strokeWidth=2.5).encode(color=shade, stroke=frame)
+        text = base.mark_text(fontSize=11).encode(
+            text=alt.Text("held_out:Q", format=".1f"), color=alt.value("@on-low")
+        )
+        panels.append(_panel(rung["length"], cells + text, 40 * len({row["overlap"] for row in points})))
+        keys = ("beta", "overlap", "held_out")
+        rows += [[Value(rung["length"]), *(number(row[key]) for key in keys)] for row in points]
+    columns = [*names("Round"), Column("Beta"), Column("K"), Column("Held-out error, %")]
+    numbers = Table("tuning-numbers", "Held-out errors", columns, rows, keys=3)
+    title = f"{result['recipe']}: chosen beta {result['beta']:g}, K {result['overlap']}"
+    return Figure("tuning", title, "Held-out error in percent.", panels, numbers)
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    spec = filled(_joined(figure), LIGHT)
-    more = {"vl_version": vega_lite_version()} | ({"scale": 2} if path.suffix == ".png" else {})
-    content = getattr(vl_convert(), f"vegalite_to_{path.suffix[1:]}")(spec, **more)
+def series(labels: Iterable[str], methods: Mapping[str, str | None] | None = None) -> list[Series]:
+    """A colour for each name: its method's if no other name has that method, else the next free one."""
+    labels, methods = list(dict.fromkeys(labels)), methods or {}
+    order = ("cmcl", "ie", "mcl", "single")
+    used = [methods.get(name) for name in labels]
+    fixed = {
+        name: order.index(m)
+        for name, m in zip(labels, used, strict=True)
+        if m in order and used.count(m) == 1
+    }
+    free = [i for i in range(len(COLOURS)) if i not in fixed.values()]
+    others = [name for name in labels if name not in fixed]
+    found: list[Series] = []
+    for name in labels:
+        # once all colours are in use they repeat with another dash
+        turn, place = (0, 0) if name in fixed else divmod(others.index(name), len(free))
+        i = fixed[name] if name in fixed else free[place]
+        found.append(Series(name, COLOURS[i], DASHES[(i + turn) % len(DASHES)]))
+    return found
+
+
+METHOD_SERIES = series(("CMCL", "IE", "MCL", "IE with sharing"), {"CMCL": "cmcl", "IE": "ie", "MCL": "mcl"})
+
+
+def thinned(values: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` values, evenly spaced, with the first and the last."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as .svg, .png or .pdf."""
+    scale = {"scale": 2} if path.suffix == ".png" else {}
+    draw = getattr(vl_convert, f"vegalite_to_{path.suffix[1:]}")
+    content = draw(joined(figure), vl_version=VEGA_LITE, **scale)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
 
-def _joined(figure: Figure) -> dict[str, Any]:
-    """All panels in one chart, the legend under the first."""
+def joined(figure: Figure) -> dict[str, Any]:
+    """All panels in one chart in the light theme, with the legend under the first."""
     panels = [{**panel.spec, "width": WIDTH, "title": panel.title} for panel in figure.panels]
     if figure.legend:
         panels[0] = _with_legend(panels[0])
     style = config(LIGHT) | {"background": "white"}
-    apart = {"scale": {"color": "independent", "strokeDash": "independent"}}  # a legend is its panel's own
-    return {"concat": panels, "columns": COLUMNS, "config": style, "resolve": apart}
+    resolve = {"scale": {"color": "independent", "strokeDash": "independent"}}
+    whole = {"concat": panels, "columns": COLUMNS, "config": style, "resolve": resolve}
+    found: dict[str, Any] = themed(whole, LIGHT)
+    return found
 
 
 def _with_legend(value: Any) -> Any:
-    """The chart with a legend of its series, which the page draws itself."""
+    """The chart with a legend for colours and dashes of names."""
     if isinstance(value, list):
         return [_with_legend(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    below = (
-        {"legend": {"title": None, "orient": "bottom", "symbolOpacity": 1}} if _names_series(value) else {}
-    )
+    named = value.get("type") == "nominal" and "domain" in (value.get("scale") or {})
+    below = {"legend": {"title": None, "orient": "bottom", "symbolOpacity": 1}} if named else {}
     return {key: _with_legend(entry) for key, entry in value.items()} | below
 
 
-def _names_series(channel: dict[str, Any]) -> bool:
-    """Whether it is a colour or a dash for names, not a size or a shade."""
-    return channel.get("type") == "nominal" and "domain" in (channel.get("scale") or {})
+def _legend(runs: Sequence[Run]) -> list[Series]:
+    return series([run.name for run in runs], {run.name: run.method for run in runs})
+
+
+def _chart(points: Sequence[Point]) -> Any:
+    return alt.Chart(alt.InlineData(values=list(points)))
+
+
+def _curves(points: Sequence[Point], legend: Sequence[Series], x: Any, *, point: bool = False) -> Any:
+    """A line for each label in the colour and dash of its run."""
+    lines = _chart(points).mark_line(strokeWidth=2, point=point)
+    return lines.encode(x=x, color=_colour("run", legend), strokeDash=_dash("run", legend), detail="label:N")
+
+
+def _colour(field: str, legend: Sequence[Series]) -> Any:
+    scale = alt.Scale(domain=[s.name for s in legend], range=[f"@{s.colour}" for s in legend])
+    return alt.Color(f"{field}:N", scale=scale, legend=None)  # the page has its own legend
+
+
+def _dash(field: str, legend: Sequence[Series]) -> Any:
+    scale = alt.Scale(domain=[s.name for s in legend], range=[s.dash for s in legend])
+    return alt.StrokeDash(f"{field}:N", scale=scale, legend=None)
+
+
+def _tip(field: str, format: str = ".2f") -> Any:
+    return alt.Tooltip(f"{field}:Q", format=format, title=f"{field}, %")
+
+
+def _percent(field: str, title: str | None, points: Sequence[Point]) -> Any:
+    """A vertical axis that widens small percentages: errors of methods differ by a factor of a hundred."""
+    highest = max((point[field] for point in points), default=0)
+    top = next((tick for tick in TICKS if tick >= highest), TICKS[-1])
+    scale = alt.Scale(type="symlog", constant=1, domain=[0, top], nice=False)
+    return alt.Y(f"{field}:Q", title=title, scale=scale, axis=alt.Axis(values=[t for t in TICKS if t <= top]))
+
+
+def _panel(title: str, chart: Any, height: float) -> Panel:
+    """A chart as wide as its container, without altair's own configuration."""
+    spec = chart.properties(width="container", height=height).to_dict()
+    return Panel(title, {key: value for key, value in spec.items() if key not in ("config", "$schema")})

@@ -1,45 +1,37 @@
-"""Markdown: the report for a README, and the tables one by one."""
+"""The report as Markdown: the tables, one by one."""
 
 from collections.abc import Sequence
 
 from ..reproduction.cells import Records
 from ..reproduction.claims import judge
-from . import story
-from .alarms import CURE, alarms
-from .comparing import of_runs
-from .gather import Material
-from .tables import MARKS, WORSE, Table, Value, headline_table, paper_tables, summary_table
+from .load import Inputs
+from .summary import coverage, paper_summary, repeats, summary
+from .tables import MARKS, WORSE, Table, Value, headline_table, paper_table, run_table
+
+EXCLUDED = "Excluded runs, evaluated on part of the test set only (as `cmcl tune` does): {}."
 
 
-def render(material: Material) -> str:
-    """All tables that there is material for."""
+def render(inputs: Inputs) -> str:
+    """All tables that there are records for."""
     parts: list[str] = []
-    if material.paper:
-        records = material.evidence
-        verdicts = judge(records)
-        parts += [
-            "## Results",
-            story.of_the_paper(records),
-            story.how_far(records, verdicts),
-            headline(records),
-        ]
+    if inputs.paper:
+        found = inputs.evidence
+        parts += ["## Results", *paper_summary(found), coverage(found, judge(found)), headline(found)]
         for number in (1, 2, 3):
-            parts += [f"## Table {number}", paper_markdown(number, records)]
-        parts += ["## Claims", claims_markdown(records)]
-    if own := [run.record for run in material.runs if run.record]:
-        table = summary_table(own, material.labels)
-        parts += ["## Runs", *map(escaped, of_runs(own)), markdown(table), below(table)]
-    if material.left_out:
-        parts.append(material.left_out)
-    if found := alarms(material.runs):
-        parts += [
-            "## Members that learned next to nothing",
-            "\n".join(f"- {escaped(a)}" for a in found),
-            CURE,
-        ]
-    if material.notes:
-        notes = "\n".join(f"- {escaped(note)}" for note in material.notes)
-        parts += ["## Not everything could be read", notes]
+            parts += [f"## Table {number}", paper_markdown(f"table{number}", found)]
+        parts += ["## Claims", claims(found)]
+    if measured := [run for run in inputs.runs if run.record]:
+        table = run_table(repeats(measured))
+        parts += ["## Runs", *map(escaped, summary(measured)), markdown(table), below(table)]
+    if inputs.excluded:
+        parts.append(EXCLUDED.format(inputs.excluded))
+    if not parts:
+        raise ValueError(
+            "runs must have records for tables. Got runs that were not evaluated: cmcl.record does that; or "
+            "write a page (html), which shows their training curves."
+        )
+    if inputs.skipped:
+        parts += ["## Skipped files", "\n".join(f"- {escaped(text)}" for text in inputs.skipped)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -48,8 +40,7 @@ def markdown(table: Table) -> str:
     heads = [f"{column.group.removesuffix(', %')}: {column.title}".lstrip(": ") for column in table.columns]
     aligned = ["--:" if column.numeric else "---" for column in table.columns]
     lines = [_line(heads), f"|{'|'.join(aligned)}|"]
-    lines += [_line([_marked(value) for value in row]) for row in table.rows]
-    return "\n".join(lines)
+    return "\n".join(lines + [_line([_marked(value) for value in row]) for row in table.rows])
 
 
 def _line(texts: Sequence[str]) -> str:
@@ -57,7 +48,7 @@ def _line(texts: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """A text in Markdown, on one line, whose signs are only signs."""
+    """A text on one line, with the signs of Markdown escaped."""
     for sign in "\\|<>`*_[":
         text = text.replace(sign, f"\\{sign}")
     return " ".join(text.split())
@@ -68,27 +59,26 @@ def _marked(value: Value) -> str:
 
 
 def headline(records: Records) -> str:
-    """The headline table in Markdown."""
+    """The headline table."""
     table = headline_table(records)
     return f"{markdown(table)}\n\n{table.caption}, %. {below(table)}"
 
 
-def paper_markdown(number: int, records: Records) -> str:
-    """One of the paper's tables in Markdown, with its caption."""
-    table = paper_tables(records)[number - 1]
+def paper_markdown(name: str, records: Records) -> str:
+    """One of the paper's tables, with its caption."""
+    table = paper_table(name, records)
     return f"{markdown(table)}\n\n{table.caption}. Errors in percent. {below(table)}"
 
 
 def below(table: Table) -> str:
-    """What stands below a table in Markdown: how to read it, where it comes from."""
+    """How to read a table, and where its numbers come from."""
     return " ".join(filter(None, (table.note, table.source and escaped(table.source))))
 
 
-def claims_markdown(records: Records) -> str:
-    """Every claim with its verdict, and below it the parts that are measured."""
-    lines = ["| where | claim | verdict | measured |", "|---|---|---|---|"]
+def claims(records: Records) -> str:
+    """Every claim with its status, and below it the parts that are measured."""
+    lines = ["| where | claim | status | measured |", "|---|---|---|---|"]
     for verdict in judge(records):
         lines.append(f"| **{verdict.where}** {_line([verdict.claim, verdict.status, ''])}")
-        parts = (part for part in verdict.parts if part.found)
-        lines += [_line(["", part.text, part.status, part.found]) for part in parts]
+        lines += [_line(["", part.text, part.status, part.found]) for part in verdict.parts if part.found]
     return "\n".join(lines)

@@ -1,66 +1,229 @@
-"""The report as one HTML file that needs nothing else: style, script, charts and pictures are inside."""
+"""The report as one HTML file that needs nothing else: style, script, charts and images are inside."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import jinja2
+import vl_convert
 
 from .. import __version__
 from .._files import replacing
 from ..data.registry import cache_root
-from ..reproduction.claims import judge
+from ..reproduction.cells import ABSTRACT, CELLS, TARGETS, Evidence
+from ..reproduction.claims import Verdict, judge
 from ..reproduction.record import Record
-from . import story
-from .alarms import CURE, alarms
-from .comparing import of_runs
-from .drawing import library, vega_lite_version, vl_convert
-from .gather import Material
-from .sections import Section, sections
-from .tables import Table, headline_table, summary_table
-from .themes import DARK, LIGHT, config
+from . import figures
+from .figures import VEGA_LITE, Figure
+from .load import METHODS, Inputs, Run, method_of
+from .markdown import EXCLUDED
+from .summary import coverage, paper_summary, repeats, summary
+from .tables import Table, dataset_title, headline_table, paper_table, run_table
+from .theme import DARK, LIGHT, config
 
 TEMPLATES = Path(__file__).parent / "template"
+CARDS = (
+    "The test images on which members disagree most confidently. An arrow marks the most confident member; "
+    "all is the averaged prediction."
+)
+SCENES = (
+    "Image, ground truth and each member's prediction with its percentage of wrong pixels, for the images on "
+    "which the members differ most. Chosen is the most confident member."
+)
 
 
-def render(material: Material) -> str:
+@dataclass
+class Section:
+    """A heading with tables, figures and images."""
+
+    id: str
+    title: str
+    intro: str = ""
+    tables: Sequence[Table] = ()
+    figures: list[Figure] = field(default_factory=list)
+    verdicts: Sequence[Verdict] = ()
+    galleries: list[Run] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # what should be here, and why it is not
+
+
+def render(inputs: Inputs) -> str:
     """The page."""
-    verdicts = judge(material.evidence) if material.paper else []
-    parts = sections(material, verdicts)
-    sentences = of_runs([run.record for run in material.runs if run.record])
-    if material.paper:
-        sentences = [
-            story.of_the_paper(material.evidence),
-            story.how_far(material.evidence, verdicts),
-            *sentences,
-        ]
+    verdicts = judge(inputs.evidence) if inputs.paper else []
+    parts, sentences = sections(inputs, verdicts), summary([run for run in inputs.runs if run.record])
+    if inputs.paper:
+        sentences = [*paper_summary(inputs.evidence), coverage(inputs.evidence, verdicts), *sentences]
     specs = {f"{f.id}-{i}": p.spec for part in parts for f in part.figures for i, p in enumerate(f.panels)}
-    template = _environment().get_template("page.html")
-    page = template.render(
-        title=story.title(material.evidence) if material.paper else "Ensembles that know what they know",
+    themes = {name: {**theme, "config": config(theme)} for name, theme in (("light", LIGHT), ("dark", DARK))}
+    page = _environment().get_template("page.html")
+    return page.render(
+        title=f"Confident multiple choice learning: {'reproduction' if inputs.paper else 'runs'}",
         version=__version__,
         sentences=sentences,
-        headline=_headline(material),
-        notes=material.notes,
-        alarms=alarms(material.runs),
-        cure=CURE,
-        unfinished=[run.label for run in material.runs if run.record is None],
-        left_out=material.left_out,
+        headline=_headline(inputs),
+        skipped=inputs.skipped,
+        unfinished=[run.label for run in inputs.runs if run.record is None],
+        excluded=EXCLUDED.format(inputs.excluded) if inputs.excluded else "",
         sections=parts,
-        records=_grouped(material.records),
+        records=_by_recipe(inputs.measured),
         specs=specs,
-        themes={
-            name: {**theme, "config": config(theme)} for name, theme in (("light", LIGHT), ("dark", DARK))
-        },
+        themes=themes,
         css=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "page.js").read_text(encoding="utf-8"),
         vega=_vega() if specs else "",
     )
-    return str(page)
 
 
-def _environment() -> Any:
-    jinja2 = library("jinja2")
+def save_figures(inputs: Inputs, folder: Path, format: str) -> Path:
+    """Write every figure of the page into a folder, as svg, png or pdf."""
+    found = [figure for section in sections(inputs, []) for figure in section.figures]
+    if not found:
+        raise ValueError(
+            "sources must hold something to draw. Got no figure of the paper, and no run that is finished "
+            "and evaluated on the whole test set."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in found:
+        figures.save(figure, folder / f"{figure.id}.{format}")
+    return folder
+
+
+def sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> list[Section]:
+    """Everything below the first screen but the records; sections without content are left out."""
+    found = list(_paper_sections(inputs, verdicts)) if inputs.paper else []
+    datasets = dict.fromkeys(_dataset(run) for run in inputs.runs)
+    for number, data in enumerate(datasets):
+        runs = [run for run in inputs.runs if _dataset(run) == data]
+        own = sum(name is None for name, _ in datasets) > 1 and data[0] is None
+        suffix = f" {number + 1}" if own else ""
+        title = dataset_title(data[0]) + suffix
+        found += _run_sections((data[0] or "own") + suffix.replace(" ", "-"), title, runs, inputs)
+    return found
+
+
+def _dataset(run: Run) -> tuple[str | None, str | None]:
+    """A dataset by name, the user's own by the checksum of its test set."""
+    return run.data, run.record.checksums.get("test") if run.record and run.data is None else None
+
+
+def _paper_sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> Iterator[Section]:
+    intro = "The paper's numbers, with ours beside them. Each of ours links to its records."
+    tables = [paper_table(name, inputs.evidence) for name in ("table1", "table2", "table3")]
+    yield Section("tables", "The paper's tables", intro, tables)
+    yield Section("claims", "The paper's claims", "A claim holds if all its parts do.", verdicts=verdicts)
+    yield _figures(inputs)
+    first = [cell.id for cell in ABSTRACT if cell.where[-1] == ABSTRACT[0].where[-1]]
+    if runs := _of_cells(inputs.evidence, first):
+        charts = [
+            figures.reliability("paper-reliability", "Reliability", runs),
+            figures.risk_coverage("paper-risk", "Risk and coverage", runs),
+        ]
+        yield Section("calibration", f"Calibration on {dataset_title(runs[0].data)}", figures=charts)
+    if inputs.measured:
+        table = run_table(repeats(inputs.measured))
+        yield Section("runs", "All runs", "All records behind this report.", [table])
+
+
+def _figures(inputs: Inputs) -> Section:
+    """Figures 1 to 4 of the paper, and which of them are missing."""
+    section = Section("figures", "The paper's figures")
+    for number, figure in paper_figures(inputs.evidence).items():
+        if figure is not None:
+            section.figures.append(figure)
+        else:
+            section.missing.append(f"Figure {number}: {TARGETS['figures'][number]} (not measured)")
+    dense = {cell.recipe.data for cell in CELLS if cell.where[0] == "fig3"}
+    section.galleries = _pictured([run for run in inputs.runs if run.data in dense])
+    if not section.galleries:
+        hint = "its images are in run folders, so name those too"
+        section.missing.append(f"Figure 3: {TARGETS['figures']['3']} ({hint})")
+    section.missing.sort()
+    return section
+
+
+def paper_figures(evidence: Evidence) -> dict[str, Figure | None]:
+    """Figures 1, 2 and 4 as far as they are measured; each panel shows the first seed."""
+    one, two = (
+        _of_cells(evidence, [cell.id for cell in CELLS if cell.where[0].startswith(figure)])
+        for figure in ("fig1", "fig2")
+    )
+    title = "Figure 2: entropy of the predictions"
+    return {
+        "1": figures.heat_maps("figure1", "Figure 1: accuracy by member and class", one) if one else None,
+        "2": figures.entropies("figure2", title, two, averaged=["ie"]) if two else None,
+        "4": figures.against_members("figure4", "Figure 4: error against the number of members", evidence),
+    }
+
+
+def _of_cells(evidence: Evidence, ids: Iterable[str]) -> list[Run]:
+    """The first record of each cell, labelled with its method."""
+    found = {}
+    for record in (record for id in ids for record in evidence.standing(id)[:1]):
+        adversarial = ", adversarially trained" if record.recipe.get("adversarial") else ""
+        found[record.identity] = Run.of(record, METHODS[method_of(record)] + adversarial)
+    return list(found.values())
+
+
+def _run_sections(key: str, title: str, runs: list[Run], inputs: Inputs) -> Iterator[Section]:
+    if trained := [run for run in runs if len(run.rows) > 1]:
+        charts = [figures.training(f"curves-{key}", "Training curves", trained)]
+        compete = [run for run in trained if run.method not in ("ie", "single") and run.rows[-1].win_rates]
+        charts += [
+            figures.win_rates(f"wins-{key}-{i}", f"Win rates: {run.label}", run, len(inputs.runs))
+            for i, run in enumerate(_first_seeds(compete))
+        ]
+        yield Section(f"training-{key}", f"Training on {title}", figures=charts)
+    if measured := [run for run in runs if run.record]:
+        firsts = _first_seeds(measured)
+        several = [run for run in firsts if run.method != "single"] or firsts
+        classes = next((run.classes for run in runs if run.classes), None) or ()
+        charts = [
+            figures.heat_maps(f"classes-{key}", "Accuracy by member and class", several, classes),
+            figures.entropies(f"entropies-{key}", "Entropy of the predictions", several),
+        ]
+        yield Section(f"members-{key}", f"Members on {title}", figures=charts)
+        charts = [
+            figures.reliability(f"reliability-{key}", "Reliability", measured),
+            figures.risk_coverage(f"risk-{key}", "Risk and coverage", measured),
+        ]
+        yield Section(f"trust-{key}", f"Calibration on {title}", figures=charts)
+    shown = inputs.paper and any(cell.where[0] == "fig3" and cell.recipe.data == key for cell in CELLS)
+    if not shown and (pictured := _pictured(runs)):
+        intro = SCENES if pictured[0].gallery and pictured[0].gallery.dense else CARDS
+        yield Section(f"pictures-{key}", f"Predictions on {title}", intro, galleries=pictured)
+
+
+def _first_seeds(runs: Iterable[Run]) -> list[Run]:
+    """The first seed of each recipe."""
+    return list({run.name: run for run in reversed(list(runs))}.values())[::-1]
+
+
+def _pictured(runs: Sequence[Run]) -> list[Run]:
+    """Runs with a gallery of several members, CMCL first: the page unfolds the first."""
+    found = [run for run in _first_seeds(runs) if run.gallery and run.gallery.several]
+    return sorted(found, key=lambda run: run.method != "cmcl")
+
+
+def _headline(inputs: Inputs) -> Table | None:
+    if inputs.paper:
+        return headline_table(inputs.evidence)
+    measured = [run for run in inputs.runs if run.record]
+    return run_table(repeats(measured)) if measured else None
+
+
+def _by_recipe(runs: Sequence[Run]) -> dict[str, list[Record]]:
+    """Records by recipe, each under a name of its own: a name may stand for several recipes."""
+    groups: dict[str, list[Record]] = {}
+    for record in (run.measured for run in runs):
+        taken = groups.get(record.name, [record])[0].recipe_hash != record.recipe_hash
+        groups.setdefault(f"{record.name} {record.recipe_hash}" if taken else record.name, []).append(record)
+    return groups
+
+
+def _environment() -> jinja2.Environment:
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -78,6 +241,10 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name)
 
 
+def _compact(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def heads(table: Table) -> list[tuple[str, int]]:
     """The upper heads of a table and how many columns each spans; none if no column has one."""
     groups: list[tuple[str, int]] = []
@@ -89,42 +256,18 @@ def heads(table: Table) -> list[tuple[str, int]]:
     return groups if any(name for name, _ in groups) else []
 
 
-def _compact(value: Any) -> str:
-    """A value of a recipe, short."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _headline(material: Material) -> Table | None:
-    if material.paper:
-        return headline_table(material.evidence)
-    measured = [run.record for run in material.runs if run.record]
-    return summary_table(measured, material.labels) if measured else None
-
-
-def _grouped(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records by recipe, each under a name of its own: a name may have stood for several recipes."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        taken = groups.get(record.name, [record])[0].recipe_hash != record.recipe_hash
-        groups.setdefault(f"{record.name} {record.recipe_hash}" if taken else record.name, []).append(record)
-    return groups
-
-
 def _vega() -> str:
-    """The libraries that draw the charts, from vl-convert; bundled once and kept: it takes seconds."""
-    library, version = vl_convert(), vega_lite_version()
-    kept = cache_root(None) / "report" / f"vega-{version}-{library.__version__}.js"
+    """The libraries that draw the charts; bundled once and cached, because it takes seconds."""
+    cached = cache_root() / "report" / f"vega-{VEGA_LITE}-{version('vl-convert-python')}.js"
     try:
-        return kept.read_text(encoding="utf-8")
+        return cached.read_text(encoding="utf-8")
     except OSError:
-        bundle = str(library.javascript_bundle(vl_version=version)).replace("</script", r"<\/script")
+        bundle = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]
+        bundle = bundle.replace("</script", r"<\/script")
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(kept) as part:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(cached) as part:
             part.write_text(bundle, encoding="utf-8")
-    except OSError:  # a read-only place costs time, not the report
+    except OSError:  # a read-only cache costs time, not the report
         pass
     return bundle
-
-
-__all__ = ["Section", "heads", "render", "slug"]

@@ -1,20 +1,15 @@
-"""The tables: the paper's with ours beside them, and a summary of all records. Errors are in percent."""
+"""The tables: the paper's with ours beside them, and a summary of all runs. Errors are in percent."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean
+from dataclasses import dataclass
 from typing import Any
 
-from ..reproduction.cells import CELLS, TARGETS, Cell, Evidence, Records
+from ..data.registry import DATASETS
+from ..reproduction.cells import ABSTRACT, CELLS, NETWORKS, TARGETS, Cell, Evidence, Records
 from ..reproduction.claims import Comparison
-from ..reproduction.record import Record, distinct
-from ..reproduction.record import spread as summed
-from ..reproduction.significance import significant
-from . import story
-from .comparing import repeats
-from .words import DATA, METHODS, NETWORKS, data_name, method_of, spread
-
-Summary = Mapping[str, Any]  # as `summarise` returns it
+from ..reproduction.record import Record, distinct, spread
+from ..reproduction.significance import LEVEL, significant
+from .load import METHODS, Run, errors
 
 
 @dataclass(frozen=True)
@@ -24,7 +19,7 @@ class Value:
     text: str
     sort: float | None = None  # to sort by, if not by the text
     mark: str | None = None  # a key of MARKS
-    worse: bool = False  # than the paper, by more than a little
+    worse: bool = False  # than the paper
     link: str | None = None  # name of the recipe whose records are behind it
     missing: bool = False
 
@@ -48,192 +43,195 @@ class Table:
     rows: Sequence[Sequence[Value]]
     note: str = ""  # how to read it
     source: str = ""  # where its numbers come from
-    keys: int = field(default=1)  # columns that name a row
+    keys: int = 1  # columns that name a row
 
 
 NOT_MEASURED = Value("not measured", missing=True)
-MARKS = {"same": "✓", "near": "≈", "other": "✗"}  # which side of IE ours lies on, as in the paper or not
-WORSE, MUCH = "▲", 0.5  # points of top-1 error above the paper's, from where it is called worse
+MARKS = {"same": "✓", "near": "≈", "other": "✗"}  # the side of IE that ours is on, against the paper's
+WORSE, MUCH = "▲", 0.5  # points of top-1 error above the paper's, from which ours is marked
+ERRORS = {"top1": "Top-1", "picked": "Picked", "oracle": "Oracle", "member": "Member", "ece": "ECE"}
+NOTE = (
+    "Top-1: error of the averaged prediction. Picked: of the most confident member's. Oracle: of the best "
+    "member for each example. Member: mean over the members. ECE: expected calibration error. Mean ± "
+    "standard deviation over seeds comes before the single runs."
+)
 
 
-def paper_tables(records: Records) -> list[Table]:
-    """Tables 1 to 3."""
+def number(value: float | None, digits: int = 2) -> Value:
+    """A number in a table."""
+    return Value("–") if value is None else Value(f"{value:.{digits}f}", value)
+
+
+def names(*titles: str) -> list[Column]:
+    """Columns of texts."""
+    return [Column(title, numeric=False) for title in titles]
+
+
+def dataset_title(name: str | None) -> str:
+    """The title of a dataset."""
+    return "own data" if name is None else DATASETS[name].title if name in DATASETS else name
+
+
+def paper_table(name: str, records: Records) -> Table:
+    """One of "table1", "table2" and "table3", with our numbers beside the paper's."""
     found = Evidence.of(records)
-    keys = {
+    heads = {
         "table1": ("Method",),
         "table2": ("Members", "Method", "K"),
         "table3": ("Network", "Data", "Method"),
     }
-    return [_paper_table(name, keys[name], found) for name in keys]
-
-
-def _paper_table(name: str, keys: tuple[str, ...], found: Evidence) -> Table:
-    columns = [Column(key, numeric=False) for key in keys]
-    for title in ("Oracle error, %", "Top-1 error, %"):
-        columns += [Column(word, title) for word in ("paper", "ours", "diff.")]
-    columns.append(Column("n"))
-    cells = [cell for cell in CELLS if cell.where[0] == name]
-    if name == "table2":  # all of five members, then all of ten
-        cells.sort(key=lambda cell: cell.where[2] == "m10")
-    if name == "table3":  # by network, then by data
-        cells.sort(key=lambda cell: (list(NETWORKS).index(cell.where[1]), cell.where[3]))
+    columns = names(*heads[name])
+    columns += [Column(w, f"{e} error, %") for e in ("Oracle", "Top-1") for w in ("paper", "ours", "diff.")]
+    cells = sorted((cell for cell in CELLS if cell.where[0] == name), key=_order)
     rows = []
     for cell in cells:
         row = [Value(text) for text in _keys(cell)]
-        for key in ("oracle", "top1"):
-            row += _compared(found, cell.id, _rival(cell), key)
-        rows.append([*row, _count(found.cells[cell.id])])
-    number = name.removeprefix("table")
-    caption = f"Table {number}. {TARGETS[name]['caption']}"
-    source = story.made_on(record for cell in cells for record in found.standing(cell.id))
-    return Table(name, caption, columns, rows, note=legend(rows), source=source, keys=len(keys))
+        row += [value for key in ("oracle", "top1") for value in _compared(found, cell, key)]
+        rows.append([*row, _count(found, cell)])
+    caption = f"Table {name.removeprefix('table')}. {TARGETS[name]['caption']}"
+    source = origin(record for cell in cells for record in found.standing(cell.id))
+    return Table(name, caption, [*columns, Column("n")], rows, legend(rows), source, keys=len(heads[name]))
+
+
+def headline_table(records: Records) -> Table:
+    """The numbers of the paper's abstract."""
+    found = Evidence.of(records)
+    datasets = list(dict.fromkeys(cell.where[-1] for cell in ABSTRACT))
+    columns = names("Method")
+    columns += [Column(w, f"{dataset_title(data)}, %") for data in datasets for w in ("paper", "ours", "n")]
+    rows = []
+    for method in METHODS:
+        row = [Value(METHODS[method])]
+        for cell in (c for data in datasets for c in ABSTRACT if c.where[2:] == (method, data)):
+            row += [*_compared(found, cell, "top1")[:2], _count(found, cell)]
+        rows.append(row)
+    source = origin(record for cell in ABSTRACT for record in found.standing(cell.id))
+    caption = f"Top-1 error of five {NETWORKS[ABSTRACT[0].where[1]]}"
+    return Table("headline", caption, columns, rows, legend(rows), source)
 
 
 def legend(rows: Iterable[Sequence[Value]]) -> str:
-    """How to read the marks that stand in these rows, and no others."""
+    """How to read the marks in these rows."""
     values = [value for row in rows for value in row]
     lines = []
     if any(value.mark for value in values):
         lines.append(
-            f"{MARKS['same']}: ours lies on the same side of IE as the paper's number does; "
-            f"{MARKS['other']}: it does not; {MARKS['near']}: the difference is not significant (p > "
-            "0.05). No mark: fewer than two runs of either, or nothing to compare (the single "
-            "network is the mean of IE's own members)."
+            f"{MARKS['same']}: ours is on the same side of IE as the paper's number; {MARKS['other']}: on "
+            f"the other; {MARKS['near']}: the difference from IE is not significant (p > {LEVEL:g}). No "
+            "mark: fewer than two runs of either, or nothing to compare."
         )
     if any(value.worse for value in values):
         lines.append(f"{WORSE}: worse than the paper by more than {MUCH:g} points of top-1 error.")
-    spreads = any("±" in value.text for value in values)
-    lines.append(f"{'Mean ± standard deviation over n' if spreads else 'n:'} runs with different seeds.")
+    several = any("±" in value.text for value in values)
+    lines.append(f"{'Mean ± standard deviation over n' if several else 'n:'} runs with different seeds.")
     return " ".join(lines)
+
+
+def origin(records: Iterable[Record]) -> str:
+    """The machines, versions and commits behind some numbers; empty without records."""
+    found = distinct(records)
+    machines = dict.fromkeys(f"{r.device} ({r.precision}, torch {r.versions.get('torch')})" for r in found)
+    commits = dict.fromkeys((r.commit or "unknown")[:7] for r in found)
+    resumed = sum(bool(r.resumed_with) for r in found)
+    text = f"Trained on {', '.join(machines)}, commit {', '.join(commits)}." if found else ""
+    more = f" {resumed} of {len(found)} runs resumed on another machine, version or commit (see the records)."
+    return text + (more if resumed else "")
+
+
+def _order(cell: Cell) -> tuple[Any, ...]:
+    """Table 2 by number of members, Table 3 by network and dataset; Table 1 as printed."""
+    if cell.where[0] == "table2":
+        return (int(cell.where[2][1:]),)
+    return (list(NETWORKS).index(cell.where[1]), cell.where[3]) if cell.where[0] == "table3" else ()
 
 
 def _keys(cell: Cell) -> tuple[str, ...]:
     if cell.where[0] == "table1":
-        method, *marks = cell.where[1].split("-")
+        method, *extras = cell.where[1].split("-")
         words = {"sharing": "feature sharing", "sampled": "stochastic labels"}
-        return (" + ".join([METHODS[method], *(words[mark] for mark in marks)]),)
+        return (" + ".join([METHODS[method], *(words[extra] for extra in extras)]),)
     if cell.where[0] == "table2":
         method, _, k = cell.where[1].partition("-k")
         return cell.where[2].replace("m", "M="), METHODS[method], f"K={k}" if k else "–"
     _, network, method, data = cell.where
-    return NETWORKS[network], DATA[data], METHODS[method]
+    return NETWORKS[network], dataset_title(data), METHODS[method]
 
 
-def _rival(cell: Cell) -> str:
-    """The independent ensemble that a cell is compared with."""
-    same = [(*cell.where[:1], "ie", *cell.where[2:])]
-    if cell.where[0] == "table3":
-        same = [(*cell.where[:2], "ie", *cell.where[3:])]
-    return next(other.id for other in CELLS if other.where in same)
-
-
-def _compared(found: Evidence, cell: str, rival: str, key: str) -> list[Value]:
+def _compared(found: Evidence, cell: Cell, key: str) -> list[Value]:
     """The paper's number, ours, and the difference."""
-    own = found.cells[cell]
+    own = found.cells[cell.id]
     printed, ours = own["paper"][key], own["ours"]
-    paper = Value(f"{printed:.2f}", printed)
+    paper = number(printed)
     if ours is None:
-        partial = f"{len(own['partial'])} partial" if own["partial"] else ""
-        missing = Value(partial, link=own["recipe"], missing=True) if partial else NOT_MEASURED
-        return [paper, missing, Value("–", missing=True)]
+        partial = Value(f"{len(own['partial'])} partial", link=own["recipe"], missing=True)
+        return [paper, partial if own["partial"] else NOT_MEASURED, Value("–", missing=True)]
     mean = ours[key]["mean"]
     worse = key == "top1" and mean - printed > MUCH
-    value = Value(spread(ours[key]), mean, _side(found, cell, rival, key), worse, own["recipe"])
-    return [paper, value, Value(_signed(mean - printed), mean - printed)]
+    value = Value(spread_text(ours[key]), mean, _side(found, cell, key), worse, own["recipe"])
+    return [paper, value, Value(signed(mean - printed), mean - printed)]
 
 
-def _side(found: Evidence, cell: str, rival: str, key: str) -> str | None:
-    """Whether ours lies on the side of IE where the paper's number lies, as a key of MARKS.
-
-    None for IE itself, for the single network (the mean of the same IE's members is above it nearly always),
-    for ties in the paper, and where one run alone could be chance.
-    """
-    mine, other = found.error(cell, key), found.error(rival, key)
-    if mine is None or other is None or found.standing(cell) == found.standing(rival):
+def _side(found: Evidence, cell: Cell, key: str) -> str | None:
+    """A key of MARKS; None for IE itself, the single network, ties in the paper, and single runs."""
+    place = 2 if cell.where[0] == "table3" else 1
+    rival_where = (*cell.where[:place], "ie", *cell.where[place + 1 :])
+    rival = next(other for other in CELLS if other.where == rival_where)
+    mine, other = found.standing(cell.id), found.standing(rival.id)
+    printed, ie = cell.paper[key], rival.paper[key]  # type: ignore[index]
+    if cell.single or cell is rival or printed == ie or min(len(mine), len(other)) < 2:
         return None
-    own, ie = (found.cells[id]["paper"][key] for id in (cell, rival))
-    if own == ie or min(mine["n"], other["n"]) < 2:
-        return None
-    if not significant(*Comparison.of(found.standing(cell), found.standing(rival), key)):
+    pair = Comparison.of(mine, other, key)
+    if not significant(*pair):
         return "near"
-    return "same" if (mine["mean"] < other["mean"]) == (own < ie) else "other"
+    return "same" if (pair.gain > 0) == (printed < ie) else "other"
 
 
-def _count(own: Summary) -> Value:
-    n = 0 if own["ours"] is None else own["ours"]["top1"]["n"]
-    return Value(str(n), n, link=own["recipe"] if n else None)
+def _count(found: Evidence, cell: Cell) -> Value:
+    n = len(found.standing(cell.id))
+    return Value(str(n), n, link=cell.name if n else None)
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """A difference; never a negative zero."""
     text = f"{value:+.2f}".replace("-", "−")
     return "0.00" if text[1:] == "0.00" else text
 
 
-def headline_table(records: Records) -> Table:
-    """ResNet-20 on CIFAR-10 and SVHN: what the paper's abstract is about."""
-    found = Evidence.of(records)
-    columns = [Column("Method", numeric=False)]
-    columns += [
-        Column(word, f"{DATA[data]}, %") for data in ("cifar10", "svhn") for word in ("paper", "ours", "n")
-    ]
-    rows, behind = [], []
-    for method in METHODS:
-        row = [Value(METHODS[method])]
-        for data in ("cifar10", "svhn"):
-            own, rival = (f"table3/{data}-resnet20-{name}" for name in (method, "ie"))
-            paper, ours, _ = _compared(found, own, rival, "top1")
-            row += [paper, ours, _count(found.cells[own])]
-            behind += found.standing(own)
-        rows.append(row)
-    source = story.made_on(behind)
-    return Table("headline", "Top-1 error of five ResNet-20", columns, rows, note=legend(rows), source=source)
+def spread_text(found: Mapping[str, Any]) -> str:
+    """Mean, and the standard deviation if there is one."""
+    mean = f"{found['mean']:.2f}"
+    return mean if found["std"] is None else f"{mean} ± {found['std']:.2f}"
 
 
-def summary_table(records: Sequence[Record], labels: Mapping[str, str] | None = None) -> Table:
-    """Every record in a row; before the seeds of a recipe, their mean."""
-    columns = [Column("Run", numeric=False)]
-    columns += [Column(title) for title in ("Top-1, %", "Oracle, %", "Member, %", "ECE, %")]
-    columns += [Column("Method", numeric=False), Column("Data", numeric=False)]
-    columns += [Column("Seed"), Column("Seconds")]
+def run_table(groups: Sequence[Sequence[Run]]) -> Table:
+    """A row for each run, and before the seeds of a recipe their mean; `groups` as `repeats` returns them."""
+    columns = names("Run") + [Column(f"{title}, %") for title in ERRORS.values()]
+    columns += [*names("Method", "Data"), Column("Seed"), Column("Seconds")]
     rows = []
-    for group in repeats(distinct(records)):
-        rows += [_mean_row(group)] if len(group) > 1 and group[0].complete else []
-        rows += [_summary_row(record, (labels or {}).get(record.identity, record.name)) for record in group]
-    note = (
-        "Top-1: the ensemble's answer; for segmentation, the most confident member's. Oracle: the best "
-        "member's for each image. Member: the mean member's. ECE: expected calibration error. Of several "
-        "seeds the mean ± standard deviation comes first. Seconds: of the whole run."
-    )
-    source = story.made_on(records)
-    return Table("summary", "Errors on the test set", columns, rows, note=note, source=source)
+    for group in groups:
+        if len(group) > 1 and group[0].measured.complete:
+            rows.append(_mean_row(group))
+        rows += [_run_row(run) for run in group]
+    source = origin(run.measured for group in groups for run in group)
+    return Table("summary", "Errors on the test set", columns, rows, NOTE, source)
 
 
-def _summary_row(record: Record, name: str) -> list[Value]:
-    row = [Value(name + ("" if record.complete else " (partial)"), link=record.name)]
-    row += [Value(f"{number:.2f}", number) for number in _summed_up(record)]
-    row += [Value(METHODS[method_of(record.recipe)]), Value(data_name(record.recipe["data"]))]
-    return [*row, Value(str(record.seed), record.seed), Value(_seconds(record), record.seconds)]
+def _run_row(run: Run) -> list[Value]:
+    record = run.measured
+    name = Value(run.label + ("" if record.complete else " (partial)"), link=record.name)
+    numbers = [number(value) for value in errors(record).values()]
+    seconds = Value(f"{record.seconds:,.0f}", record.seconds)
+    return [name, *numbers, *_about(run), Value(str(run.seed), run.seed), seconds]
 
 
-def _mean_row(records: Sequence[Record]) -> list[Value]:
-    first = records[0]
-    spreads = [summed(column) for column in zip(*map(_summed_up, records), strict=True)]
-    names = list(dict.fromkeys(record.name for record in records))
-    row = [Value(f"{_from_to(names)}: mean", link=first.name)]
-    row += [Value(spread(found), found["mean"]) for found in spreads]
-    row += [Value(METHODS[method_of(first.recipe)]), Value(data_name(first.recipe["data"]))]
-    return [*row, Value(f"n = {len(records)}"), Value("")]
+def _mean_row(group: Sequence[Run]) -> list[Value]:
+    spreads = [spread(column) for column in zip(*(errors(r.measured).values() for r in group), strict=True)]
+    listed = list(dict.fromkeys(run.name for run in group))
+    name = ", ".join(listed) if len(listed) <= 3 else f"{listed[0]} to {listed[-1]}"
+    row = [Value(f"{name}: mean", link=group[0].measured.name)]
+    row += [Value(spread_text(found), found["mean"]) for found in spreads]
+    return [*row, *_about(group[0]), Value(f"n = {len(group)}"), Value("")]
 
 
-def _from_to(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]}"
-
-
-def _summed_up(record: Record) -> tuple[float, ...]:
-    """Top-1, oracle, member and calibration error."""
-    errors = record.errors["expected"]
-    return errors["top1"], errors["oracle"], fmean(record.members), record.calibration["ece"]
-
-
-def _seconds(record: Record) -> str:
-    return f"{record.seconds:,.0f}"
+def _about(run: Run) -> list[Value]:
+    return [Value(METHODS[run.method or "ie"]), Value(dataset_title(run.data))]
