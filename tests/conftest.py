@@ -36,3 +36,14 @@ def cmcl(capsys, monkeypatch):
         return stopped.value.code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def without_altair(monkeypatch):
+    """As if the extra `report` were not installed."""
+    import cmcl.report
+
+    monkeypatch.setitem(sys.modules, "altair", None)
+    for name in ("page", "figures"):
+        monkeypatch.delitem(sys.modules, f"cmcl.report.{name}", raising=False)
+        monkeypatch.delattr(cmcl.report, name, raising=False)

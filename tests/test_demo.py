@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,8 +43,7 @@ def test_json(cmcl, tiny, tmp_path, more):
     assert "4/4 CMCL" in err
 
 
-def test_the_extra_report_is_optional(cmcl, tiny, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "altair", None)
+def test_the_extra_report_is_optional(cmcl, tiny, tmp_path, without_altair):
     code, out, err = cmcl("demo", "--out", tmp_path / "d")
     assert code == 0
     assert "CMCL" in out

@@ -267,7 +267,7 @@ class TestSeed:
             made = cmcl.record(tmp_path / "both", ensemble, test, result=result, seed=seed, **given)
             assert Record.load(tmp_path / "both" / f"seed{seed}" / "record.json") == made
             assert (made.name, made.seed) == ("both", seed)
-        assert "(n = 2)" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
+        assert "| n = 2 |" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
 
 
 class Tagger(nn.Module):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 import warnings
 from collections import Counter
 from html.parser import HTMLParser
@@ -14,10 +13,7 @@ from cmcl import report
 from cmcl.report.load import load
 from report_samples import changed, made_record, save_results, save_run, whole_paper
 
-for name in ("altair", "vl_convert", "jinja2"):
-    pytest.importorskip(name)
-from cmcl.report import page
-
+page = pytest.importorskip("cmcl.report.page")
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7 * 7 }}"
 DEEP = "[" * 1200 + "]" * 1200
 
@@ -389,10 +385,8 @@ def test_runs_of_one_name_have_labels_of_their_own(tmp_path):
     assert labels("a", "b") == ["a/digits-ie", "b/digits-ie seed 0", "b/digits-ie seed 1"]
 
 
-def test_markdown_needs_no_extra(runs, tmp_path, monkeypatch):
+def test_markdown_needs_no_extra(runs, tmp_path, without_altair):
     results = save_results(tmp_path / "results", whole_paper(1))
-    for name in report.EXTRA:
-        monkeypatch.setitem(sys.modules, name, None)
     text = report.write([results, runs], tmp_path / "deep" / "report.md", format="md").read_text()
     for words in (
         "## Results",
@@ -405,12 +399,7 @@ def test_markdown_needs_no_extra(runs, tmp_path, monkeypatch):
     assert "## Table" not in markdown_of(runs, out=tmp_path)
 
 
-def test_without_the_extra_the_page_names_it(runs, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "altair", None)
-    monkeypatch.delitem(sys.modules, "cmcl.report.page")
-    monkeypatch.delattr(report, "page")
-    monkeypatch.delitem(sys.modules, "cmcl.report.figures")
-    monkeypatch.delattr(report, "figures")
+def test_without_the_extra_the_page_names_it(runs, tmp_path, without_altair):
     with pytest.raises(ImportError, match=r"altair.*confident-mcl\[report\]"):
         page_of(runs, out=tmp_path)
 

@@ -8,16 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cmcl import report
-from report_samples import made_record, save_run, telemetry_row, whole_paper
-
-for name in ("altair", "vl_convert", "jinja2"):
-    pytest.importorskip(name)
-from cmcl.report import figures
-from cmcl.report.figures import series, thinned
 from cmcl.report.load import Row, Run
-from cmcl.report.page import paper_figures
 from cmcl.report.theme import COLOURS, DARK, LIGHT, TURN, config, themed
 from cmcl.reproduction.cells import Evidence
+from report_samples import made_record, save_run, telemetry_row, whole_paper
+
+figures = pytest.importorskip("cmcl.report.figures")
+series, thinned = figures.series, figures.thinned
 
 
 def values(panel, layer=None):
@@ -75,7 +72,8 @@ def test_the_averaged_prediction_as_the_paper_draws_ie():
     assert {"from": 1.5, "to": 2.0, "group": "OOD (SVHN)", "percent": 80.0} in values(figure.panels[1])
     assert "averaged" in figure.caption
     assert "averaged" not in figures.entropies("f", "t", runs).caption
-    panels = paper_figures(Evidence.of(whole_paper(1)))["2"].panels
+    page = pytest.importorskip("cmcl.report.page")
+    panels = page.paper_figures(Evidence.of(whole_paper(1)))["2"].panels
     groups = {panel.title: {p["group"] for p in values(panel)} for panel in panels}
     assert groups == {"MCL": mcl, "CMCL": mcl, "IE, adversarially trained": ie}
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cmcl
-from cmcl.report.gather import gather
+from cmcl.report.load import load
 from cmcl.reproduction import recipes, tuning
 from cmcl.reproduction import run as running
 from cmcl.reproduction.tuning import plot, shortened, successive_halving, tune
@@ -111,9 +111,9 @@ def test_tuning_digits(tiny, tmp_path, monkeypatch):
     assert result["test"] == tested[0]["errors"]["expected"]["top1"]
     assert all(record["recipe"]["validation"] == 0.1 for record in folders.values())
 
-    shown = gather([tmp_path])
+    shown = load([tmp_path])
     assert [run.name for run in shown.runs] == [result["chosen"]]
-    assert shown.left_out.startswith("3 runs are left out")
+    assert shown.excluded == 3
 
     fits = []
     fit = running.fit

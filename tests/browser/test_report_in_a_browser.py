@@ -2,7 +2,7 @@
 
 import pytest
 
-from cmcl.report.themes import DARK, LIGHT
+from cmcl.report.theme import DARK, LIGHT
 
 pytestmark = pytest.mark.browser
 

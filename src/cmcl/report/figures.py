@@ -452,7 +452,7 @@ def _legend(runs: Sequence[Run]) -> list[Series]:
 
 
 def _chart(points: Sequence[Point]) -> Any:
-    return alt.Chart(alt.InlineData(values=list(points)))
+    return alt.Chart(alt.Data(values=list(points)))  # type: ignore[no-untyped-call]
 
 
 def _curves(points: Sequence[Point], legend: Sequence[Series], x: Any, *, point: bool = False) -> Any:

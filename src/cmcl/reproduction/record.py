@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, Final, Literal, NotRequired, Self
@@ -125,9 +125,19 @@ class Record(Schema):
             raise ValueError(f"members and classwise must have {members} entries, as many as the recipe.")
         if len({len(row) for row in self.classwise}) > 1 or not any(x is not None for x in self.classwise[0]):
             raise ValueError("classwise must have rows of one length, with accuracies.")
+        columns: Any = self.calibration["reliability"]
+        if len({len(column) for column in columns.values()}) > 1:
+            raise ValueError("reliability must have columns of one length.")
+        if {len(counts) for counts in self._histograms()} != {self.entropy["bins"]}:
+            raise ValueError(f"entropy must have histograms of {self.entropy['bins']} bins.")
         if missing := {"data", "network", "method", "sharing"} - set(self.recipe):
             raise ValueError(f"recipe must have a field {min(missing)!r}. Got none.")
         return self
+
+    def _histograms(self) -> Iterator[Histogram]:
+        for key, value in self.entropy.items():
+            if isinstance(value, list):  # not bins, nor largest
+                yield from [value] if key.startswith("averaged") else value
 
     @property
     def complete(self) -> bool:
