@@ -186,7 +186,7 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
     caption = (
         "Confidence of the averaged prediction against its accuracy; the size of a circle is the number of "
         "images. On the diagonal it is calibrated, above underconfident, below overconfident. Temperature "
-        "scaling fixes both: cmcl.calibration.temperature."
+        "scaling fixes both: cmcl.calibration.fit_temperature."
     )
     return Figure(id, title, caption, [_panel("", drawn, 260)], numbers, legend=legend)
 
