@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from ..reproduction.cells import ABSTRACT, NETWORKS, Evidence, Records
+from ..networks import NETWORKS
+from ..reproduction.cells import ABSTRACT, Evidence, Records
 from ..reproduction.claims import Comparison, Verdict
 from ..reproduction.record import Record
 from .load import METHODS, Run, errors, grouped, method_of
@@ -44,7 +45,7 @@ def paper_summary(records: Records) -> list[str]:
         if mine and other:
             cmcl, ie = ((own[method].paper or {})["top1"] for method in ("cmcl", "ie"))
             paper = f" The paper reports {100 * (ie - cmcl) / ie:.2f} % lower."
-            where = f"{dataset_title(data)} with five {NETWORKS[own['ie'].where[1]]}"
+            where = f"{dataset_title(data)} with five {NETWORKS[own['ie'].where[1]].title}"
             found.append(sentence(where, mine, other) + paper)
     return found or ["The comparison of the paper's abstract is not measured yet."]
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..data.registry import DATASETS
-from ..reproduction.cells import ABSTRACT, CELLS, NETWORKS, TARGETS, Cell, Evidence, Records
+from ..networks import NETWORKS
+from ..reproduction.cells import ABSTRACT, CELLS, TARGETS, Cell, Evidence, Records
 from ..reproduction.claims import Comparison
 from ..reproduction.record import Record, distinct, spread
 from ..reproduction.significance import LEVEL, significant
@@ -106,7 +107,7 @@ def headline_table(records: Records) -> Table:
             row += [*_compared(found, cell, "top1")[:2], _count(found, cell)]
         rows.append(row)
     source = origin(record for cell in ABSTRACT for record in found.standing(cell.id))
-    caption = f"Top-1 error of five {NETWORKS[ABSTRACT[0].where[1]]}"
+    caption = f"Top-1 error of five {NETWORKS[ABSTRACT[0].where[1]].title}"
     return Table("headline", caption, columns, rows, legend(rows), source)
 
 
@@ -154,7 +155,7 @@ def _keys(cell: Cell) -> tuple[str, ...]:
         method, _, k = cell.where[1].partition("-k")
         return cell.where[2].replace("m", "M="), METHODS[method], f"K={k}" if k else "–"
     _, network, method, data = cell.where
-    return NETWORKS[network], dataset_title(data), METHODS[method]
+    return NETWORKS[network].title, dataset_title(data), METHODS[method]
 
 
 def _compared(found: Evidence, cell: Cell, key: str) -> list[Value]:

@@ -210,10 +210,3 @@ def _errors(row: Mapping[str, float]) -> dict[str, float]:
 
 CELLS: tuple[Cell, ...] = tuple(_cells())
 ABSTRACT = [cell for cell in CELLS if cell.where[:2] == ("table3", "resnet20")]  # its main comparison
-NETWORKS = {  # titles
-    "cnn": "small CNN",
-    "vggnet17": "VGGNet-17",
-    "googlenet18": "GoogLeNet-18",
-    "resnet20": "ResNet-20",
-    "fcn": "FCN",
-}
