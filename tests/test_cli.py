@@ -273,7 +273,7 @@ def test_tables(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "40")
     name = "a-name-of-more-than-thirty-letters"
-    common.print_table(("name", "text"), [(name, "one two three")])
+    common.print_table(("name", "text"), [(name, "one two six")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith(name), "names stay whole"
     assert len(lines) == 4, "and the text is folded"
