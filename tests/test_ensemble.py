@@ -161,15 +161,34 @@ class TestForward:
             Ensemble(Net, 2).share_after = "act"
 
     @pytest.mark.parametrize("build", [Ensemble, partial(SharedStemEnsemble, stem="0")])
-    def test_raw_images_are_not_for_forward(self, build):
+    def test_forward_never_transforms_and_predict_does(self, build):
         ensemble = build(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(18, 3)), 2)
         images = torch.randint(256, (6, 1, 5, 5), dtype=torch.uint8)
         ensemble.transform = MeanStd().fit(images)
-        with pytest.raises(TypeError, match=r"Got a torch.uint8 .* raw images. Call ensemble.predict\(x\)"):
+        with pytest.raises(RuntimeError):
             ensemble(images)
         ensemble.eval()
-        logits = torch.compile(ensemble, fullgraph=True, backend="aot_eager")(ensemble.transformed(images))
+        inputs = ensemble.transform.transform(images)
+        logits = torch.compile(ensemble, fullgraph=True, backend="aot_eager")(inputs)
         torch.testing.assert_close(logits.softmax(2), ensemble.predict(images).member_probs)
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+    def test_token_ids_are_ordinary_inputs(self, dtype):
+        """Whatever their type: uint8 has no meaning of its own."""
+
+        class Words(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Embedding(200, 4), nn.Linear(4, 3)
+
+            def forward(self, tokens):
+                return self.head(self.embed(tokens.long()).mean(1))
+
+        ensemble, tokens = (
+            Ensemble(Words, 2, share_after="embed").eval(),
+            torch.randint(200, (5, 7)).to(dtype),
+        )
+        torch.testing.assert_close(ensemble(tokens).softmax(2), ensemble.predict(tokens).member_probs)
 
     def test_another_device(self):
         with pytest.raises(ValueError, match="x must be on cpu like the rest. Got meta"):

@@ -458,10 +458,6 @@ class TestTransforms:
         images = self.raw()
         assert cmcl.load(tmp_path / "with").predict(images).probs.equal(whitened.predict(images).probs)
 
-    def test_without_any(self, saved):
-        with pytest.raises(ValueError, match="this ensemble has none. Set ensemble.transform"):
-            saved[0].predict(self.raw())
-
     def test_a_large_one_travels_on_request(self, whitened, tmp_path):
         whitened.save(tmp_path / "with", with_transform=True)
         images = self.raw()

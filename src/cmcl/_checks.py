@@ -178,43 +178,11 @@ def no_numbers(logits: Tensor) -> None:
         )
 
 
-def outputs(given: list[Tensor]) -> list[Tensor]:
-    """Members must return logits (B, C, ...) of one shape."""
-    for m, output in enumerate(given):
-        if not isinstance(output, Tensor) or output.ndim < 2:
-            raise TypeError(
-                "members must return a tensor of logits (batch, classes, ...). "
-                f"Got {kind(output)} from member {m}; wrap the network so that it returns its logits only."
-            )
-        if output.shape != given[0].shape:
-            raise ValueError(
-                "members must return logits of one shape. "
-                f"Got {tuple(given[0].shape)} from member 0 and {tuple(output.shape)} from member {m}."
-            )
-    return given
-
-
-def fitted(transform: T | None) -> T:
-    """Raw images need a transform."""
-    if transform is None:
-        raise ValueError(
-            "uint8 images must go through a fitted transform, and this ensemble has none. Set "
-            "ensemble.transform before it is trained, such as cmcl.data.transforms.MeanStd().fit(images); if "
-            "it is trained, to what its images went through, or pass them as it learned them, not as uint8."
-        )
-    return transform
-
-
-def inputs(x: Tensor, transform: object = None) -> Tensor:
-    """An ensemble takes a tensor whose first axis is the batch; not raw, if `transform` is still to come."""
+def inputs(x: Tensor) -> Tensor:
+    """An ensemble takes a tensor whose first axis is the batch."""
     if not isinstance(x, Tensor) or x.ndim == 0:
-        cure = " Convert it by torch.from_numpy." if isinstance(x, np.ndarray) else ""
-        raise TypeError(f"x must be a tensor with the batch on its first axis. Got {kind(x)}.{cure}")
-    if transform is not None and x.dtype == torch.uint8:
-        raise TypeError(
-            f"x must have gone through ensemble.transform. Got {kind(x)}, raw images. Call "
-            "ensemble.predict(x), which transforms them, or ensemble(ensemble.transformed(x))."
-        )
+        hint = " Convert it by torch.from_numpy." if isinstance(x, np.ndarray) else ""
+        raise TypeError(f"x must be a tensor with the batch on its first axis. Got {kind(x)}.{hint}")
     return x
 
 

@@ -122,11 +122,21 @@ class Ensemble(nn.Module):
                     f"{_contents(output)} from member {m}; pass output=, a function that picks the logits, "
                     f"such as {_example(output)}."
                 )
-        return torch.stack(_checks.outputs(list(outputs)))
+            if not isinstance(output, Tensor) or output.ndim < 2:
+                raise TypeError(
+                    "members must return a tensor of logits (batch, classes, ...). Got "
+                    f"{_checks.kind(output)} from member {m}; wrap the network so that it returns its logits."
+                )
+            if output.shape != outputs[0].shape:
+                raise ValueError(
+                    "members must return logits of one shape. Got "
+                    f"{tuple(outputs[0].shape)} from member 0 and {tuple(output.shape)} from member {m}."
+                )
+        return torch.stack(list(outputs))
 
     def check(self, x: Tensor) -> None:
         """Raise if x cannot be an input, or if a member computes something else in two pieces."""
-        _checks.same_device("x", _checks.inputs(x, self.transform), next(self.parameters(), x))
+        _checks.same_device("x", _checks.inputs(x), next(self.parameters(), x))
         self._verify(x)
 
     @torch.no_grad()
@@ -154,8 +164,9 @@ class Ensemble(nn.Module):
             yield logits
 
     def transformed(self, x: Tensor) -> Tensor:
-        """Inputs as the networks see them: uint8 images go through `self.transform`, others stay."""
-        inputs: Tensor = _checks.fitted(self.transform).transform(x) if x.dtype == torch.uint8 else x
+        """Raw uint8 images after `self.transform`; other inputs, and all of them without one, as they are."""
+        raw = self.transform is not None and x.dtype == torch.uint8
+        inputs: Tensor = self.transform.transform(x) if raw else x
         return inputs
 
     def save(self, path: str | Path, *, with_transform: bool = False) -> None:
