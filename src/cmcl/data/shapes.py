@@ -1,37 +1,27 @@
-"""Drawn scenes with foreground masks: the set for segmentation that needs no file.
+"""Drawn scenes with foreground masks: the dataset for segmentation that needs no file.
 
-A group shows the same kind of object in the same colours before the same kind of background, from image to
-image in other places, sizes, turns and light: like iCoseg, but endless, and the same everywhere for one seed.
+The images of a group show the same kind of object in the same colours, at other places, sizes and angles, on
+other clouds of the same two background colours: like iCoseg, but endless, and the same everywhere for a seed.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from .dataset import Dataset, hold_out
-from .drawing import BACKGROUNDS, OBJECTS, Field, Rng, clouds
 from .images import parse_size
-from .registry import FOREGROUND
+from .registry import SHAPES
 
+Field = NDArray[np.floating[Any]]  # (H,W), or (H,W,3) for colours
+Parts = list[Field]  # of an object: each is the region where the field is negative; later ones are on top
 SMALLEST = 8  # pixels; in smaller scenes some objects would vanish
-_FINE = 2  # drawn at twice the size, then averaged: smooth edges
-
-
-@dataclass(frozen=True)
-class _Group:
-    """What the images of a group have in common."""
-
-    background: int
-    object: int
-    colours: Field  # (4,3), one for each part
-    pattern: int
-    most: int  # objects in an image
 
 
 def load(
@@ -65,82 +55,101 @@ def load(
     if not chosen:
         raise ValueError(f"per_group must be at least 3 for a test split. Got {per_group}.")
     drawn = [draw(seed, *divmod(i, per_group), (height, width)) for i in chosen]
-    images = torch.from_numpy(np.stack([image for image, _ in drawn]))
-    masks = torch.from_numpy(np.stack([mask for _, mask in drawn]))
-    return Dataset(images, masks, FOREGROUND, split, "drawn", tuple(names[i] for i in chosen))
+    images, masks = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*drawn, strict=True))
+    return Dataset(images, masks, SHAPES.classes, split, "drawn", tuple(names[i] for i in chosen))
 
 
 def draw(
     seed: int, group: int, index: int, size: tuple[int, int]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Image (3,H,W) and mask (H,W) number `index` of a group."""
-    common = _common(np.random.default_rng([seed, group]), group)
+    common = np.random.default_rng([seed, group])  # what the images of the group have in common
+    colours = common.uniform(0.08, 0.95, (6, 3)).astype(np.float32)  # two of the background, four of parts
+    cells, stretch, most = common.integers(2, 12), common.uniform(0.3, 3), common.choice([1, 1, 2, 3])
     rng = np.random.default_rng([seed, group, index + 1])
-    shape = (size[0] * _FINE, size[1] * _FINE)
-    y, x = np.mgrid[: shape[0], : shape[1]].astype(np.float32) / shape[0]  # height is 1
-    scene = BACKGROUNDS[common.background](rng, x, y, common.colours)
-    mask = np.zeros(shape, bool)
-    for _ in range(rng.integers(1, common.most + 1)):
-        scene, mask = _place(rng, common, scene, mask, x, y)
-    scene = _as_photo(rng, scene)
-    image = np.clip(_shrink(scene) * 255 + rng.normal(0, 2.5, (*size, 3)), 0, 255)
-    return image.astype(np.uint8).transpose(2, 0, 1).copy(), (_shrink(mask) >= 0.5).astype(np.uint8)
-
-
-def _common(rng: Rng, group: int) -> _Group:
-    # neighbouring groups take turns through kinds and backgrounds: a small set already has all of them
-    return _Group(
-        background=(group * 3 + group // len(BACKGROUNDS)) % len(BACKGROUNDS),
-        object=group % len(OBJECTS),
-        colours=rng.uniform(0.08, 0.95, (4, 3)).astype(np.float32),
-        pattern=int(rng.integers(3)),
-        most=int(rng.choice([1, 1, 2, 3])),
-    )
-
-
-def _place(
-    rng: Rng, common: _Group, scene: Field, mask: NDArray[np.bool_], x: Field, y: Field
-) -> tuple[Field, NDArray[np.bool_]]:
-    """Put one object and its shadow into the scene."""
-    size = rng.uniform(0.2, 0.45) / common.most**0.35
-    left, top = rng.uniform(0.22, float(x.max()) - 0.22), rng.uniform(0.28, 0.75)
-    turn, squeeze = rng.normal(0, 0.25), rng.uniform(0.85, 1.15)
-    dx, dy = (x - left) / size, (y - top) / size
-    u = (dx * math.cos(turn) + dy * math.sin(turn)) * squeeze
-    v = dy * math.cos(turn) - dx * math.sin(turn)
-    part = np.zeros(x.shape, np.intp)  # number of the part seen at each pixel; 0 is the background
-    for number, formula in enumerate(OBJECTS[common.object](u, v), start=1):
-        part[formula < 0] = number
-    inside = part > 0
-    shadow = gaussian_filter(np.roll(inside, (3, 4), (0, 1)).astype(np.float32), 2.5)
-    scene = scene * (1 - 0.4 * shadow)[..., None]
-    shade = _pattern(rng, common.pattern, u, v) * _light(u, v)
-    scene[inside] = common.colours[part[inside] - 1] * shade[inside, None]
-    return scene, mask | inside
-
-
-def _pattern(rng: Rng, kind: int, u: Field, v: Field) -> Field:
-    if kind == 0:
-        return 0.85 + 0.3 * clouds(rng, u.shape, 6, 3)
-    if kind == 1:
-        return np.where(np.sin(11 * (u + 0.4 * v)) > 0.2, 1.1, 0.78).astype(np.float32)
-    return np.where(np.hypot((2.6 * u) % 1 - 0.5, (2.6 * v) % 1 - 0.5) < 0.27, 0.72, 1.08).astype(np.float32)
-
-
-def _light(u: Field, v: Field) -> Field:
-    """Brighter to the upper left, as on a round body."""
-    return 1.02 - 0.22 * (u + v) - 0.18 * (u * u + v * v)
-
-
-def _as_photo(rng: Rng, scene: Field) -> Field:
-    """Exposure, a cast of colour, and a lens that is never quite sharp."""
-    cast = (rng.normal(1, 0.04, 3) * rng.uniform(0.8, 1.15)).astype(np.float32)
+    height, width = 2 * size[0], 2 * size[1]  # drawn at twice the size, then averaged: smooth edges
+    y, x = np.mgrid[:height, :width].astype(np.float32) / height
+    clouds = _clouds(rng, (height, width), cells, stretch)[..., None]
+    scene, mask = colours[0] + clouds * (colours[1] - colours[0]), np.zeros((height, width), bool)
+    for _ in range(rng.integers(1, most + 1)):
+        u, v = _place(rng, x, y, rng.uniform(0.2, 0.45) / most**0.35)
+        part = np.zeros(x.shape, np.intp)  # number of the part at each pixel; 0: background
+        for number, field in enumerate(OBJECTS[group % len(OBJECTS)](u, v), start=1):
+            part[field < 0] = number
+        inside = part > 0
+        shadow = gaussian_filter(np.roll(inside, (3, 4), (0, 1)).astype(np.float32), 2.5)
+        scene = scene * (1 - 0.4 * shadow)[..., None]
+        light = (1.02 - 0.22 * (u + v) - 0.18 * (u * u + v * v)) * (0.8 + 0.4 * clouds[..., 0])
+        scene[inside] = colours[1 + part[inside]] * light[inside, None]
+        mask |= inside
     blur = rng.uniform(0.3, 1.0)
-    return gaussian_filter(np.clip(scene * cast, 0, 1), (blur, blur, 0))  # type: ignore[no-any-return]
+    photo = gaussian_filter(np.clip(scene * rng.uniform(0.8, 1.15), 0, 1), (blur, blur, 0))
+    noisy = np.clip(_halved(photo) * 255 + rng.normal(0, 2.5, (*size, 3)), 0, 255)
+    return noisy.astype(np.uint8).transpose(2, 0, 1).copy(), (_halved(mask) >= 0.5).astype(np.uint8)
 
 
-def _shrink(values: NDArray[np.generic]) -> Field:
-    """Average over the _FINE x _FINE pixels that become one."""
-    height, width = values.shape[0] // _FINE, values.shape[1] // _FINE
-    blocks = values.reshape(height, _FINE, width, _FINE, *values.shape[2:])
+def _clouds(rng: np.random.Generator, shape: tuple[int, int], cells: int, stretch: float) -> Field:
+    """Fractal noise in 0..1: random grids of ever more cells, smoothly enlarged and added up."""
+    total = np.zeros(shape, np.float32)
+    for octave in range(4):
+        n = cells * 2**octave
+        grid = rng.random((max(2, round(n * stretch)) + 1, n + 1), dtype=np.float32)
+        total += np.asarray(Image.fromarray(grid).resize(shape[::-1], Image.Resampling.BICUBIC)) / 2**octave
+    return (total - total.min()) / max(float(np.ptp(total)), 1e-6)  # type: ignore[no-any-return]
+
+
+def _place(rng: np.random.Generator, x: Field, y: Field, size: float) -> tuple[Field, Field]:
+    """Coordinates of an object, about -1..1: u to its right, v down."""
+    dx = (x - rng.uniform(0.22, float(x.max()) - 0.22)) / size
+    dy = (y - rng.uniform(0.28, 0.75)) / size
+    cos, sin = math.cos(turn := rng.normal(0, 0.25)), math.sin(turn)
+    return (dx * cos + dy * sin) * rng.uniform(0.85, 1.15), dy * cos - dx * sin
+
+
+def _halved(values: NDArray[np.generic]) -> Field:
+    """The averages of 2 x 2 pixels."""
+    height, width = values.shape[0] // 2, values.shape[1] // 2
+    blocks = values.reshape(height, 2, width, 2, *values.shape[2:])
     return blocks.mean((1, 3), dtype=np.float32)  # type: ignore[no-any-return]
+
+
+def _ellipse(u: Field, v: Field, a: float, b: float) -> Field:
+    return (u / a) ** 2 + (v / b) ** 2 - 1  # type: ignore[no-any-return]
+
+
+def _box(u: Field, v: Field, a: float, b: float) -> Field:
+    return np.maximum(abs(u) - a, abs(v) - b)  # type: ignore[no-any-return]
+
+
+def _petals(u: Field, v: Field, n: int, depth: float) -> Field:
+    return np.hypot(u, v) - (1 - depth) - depth * np.cos(n * np.arctan2(u, -v))  # type: ignore[no-any-return]
+
+
+def _kite(u: Field, v: Field) -> Parts:
+    body = abs(u) / 0.68 + np.where(v < 0, -v / 0.75, v) - 1
+    return [body, np.maximum(body, u * v)]
+
+
+def _fish(u: Field, v: Field) -> Parts:
+    tail = np.maximum(abs(v) - 0.9 * (u - 0.35), u - 0.98)
+    return [tail, _ellipse(u + 0.2, v, 0.78, 0.46), _ellipse(u + 0.62, v + 0.1, 0.09, 0.09)]
+
+
+def _house(u: Field, v: Field) -> Parts:
+    roof = np.maximum(abs(u) * 0.75 - (v + 0.85), v + 0.1)
+    return [
+        _box(u, v - 0.4, 0.72, 0.52),
+        roof,
+        _box(u - 0.3, v - 0.6, 0.14, 0.32),
+        _box(u + 0.3, v - 0.3, 0.18, 0.16),
+    ]
+
+
+OBJECTS: tuple[Callable[[Field, Field], Parts], ...] = (
+    lambda u, v: [_ellipse(u, v, 0.9, 0.9), np.maximum(_ellipse(u, v, 0.9, 0.9), abs(v) - 0.16)],  # a ball
+    lambda u, v: [_petals(u, v, 5, 0.32)],  # a star
+    lambda u, v: [_petals(u, v, 7, 0.2), _ellipse(u, v, 0.36, 0.36)],  # a flower
+    _kite,
+    _fish,
+    _house,
+)
