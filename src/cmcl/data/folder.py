@@ -38,7 +38,7 @@ def load(
         root: the folder.
         size: (height, width), or one number for squares; without it all images must have one size already.
         mode: "RGB", or "L" for grey.
-        classes: for masks that hold class numbers: the names of 0, 1, ...
+        classes: for masks that hold class indices: the names of 0, 1, ...
     """
     if mode not in {"RGB", "L"}:
         raise ValueError(f"mode must be 'RGB' or 'L'. Got {mode!r}.")

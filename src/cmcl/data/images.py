@@ -24,9 +24,9 @@ Size = tuple[int, int]  # (H, W)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Pillow hands EPS to another program, and of the rest it reads no more than the head
+# Pillow runs another program for EPS, and reads only the header of the others
 _NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
-_ORIENTATION = 0x0112  # how a camera wants its photo turned; from 5 on, width and height change places
+_ORIENTATION = 0x0112  # EXIF tag of how a photo is turned; from 5 on, width and height are swapped
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Example:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images directly in a folder, by name; hidden files and other kinds of files are left out."""
+    """The images directly in a folder, sorted by name, without hidden files and other types of files."""
     known, formats = Image.registered_extensions(), {*_formats(), "MPO"}  # MPO: a kind of JPEG
-    # not is_file(): a link that leads nowhere stays, to be reported
+    # not is_file(): a broken link is kept, so that reading it raises
     files = (path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_dir())
     return sorted(path for path in files if known.get(path.suffix.lower()) in formats)
 
@@ -54,7 +54,7 @@ def _formats() -> list[str]:
 def masked_examples(images: Path, masks: Path, label: str) -> list[Example]:
     """The images of a folder with the masks of the same names in another."""
     found = _by_stem(masks) if masks.is_dir() else {}
-    # where there is none, an error will ask for a .png
+    # a missing mask becomes a .png that does not exist, so that reading it raises
     return [
         Example(image, label, found.get(stem, masks / f"{stem}.png"))
         for stem, image in _by_stem(images).items()
@@ -92,7 +92,7 @@ def read_classification(
     split: str,
     source: str,
 ) -> Dataset:
-    """A set for classification: the examples' labels are their classes."""
+    """A dataset for classification: the examples' labels are their classes."""
     images = collect(lambda example: read_image(example.image, size, mode), examples)
     number = {name: i for i, name in enumerate(classes)}
     targets = torch.tensor([number[example.label] for example in examples])
@@ -108,7 +108,7 @@ def read_segmentation(
     split: str,
     source: str,
 ) -> Dataset:
-    """A set for segmentation, of foreground unless `classes` are named; labels are groups."""
+    """A dataset for segmentation, of foreground unless `classes` are named; labels are groups."""
 
     def read(example: Example) -> tuple[Pixels, Pixels]:
         assert example.mask is not None
@@ -119,7 +119,7 @@ def read_segmentation(
     pairs = collect(read, examples)
     images, masks = _stack([image for image, _ in pairs]), _stack([mask for _, mask in pairs])
     if classes and len(classes) == 2 and not (masks == 1).any():
-        masks[masks == IGNORE] = 1  # drawn in black and white: then white is the second class
+        masks[masks == IGNORE] = 1  # black and white masks: white is the second class
     groups = tuple(example.label for example in examples)
     return Dataset(images, masks, tuple(classes or FOREGROUND), split, source, groups)
 
@@ -133,7 +133,7 @@ def _stack(arrays: Sequence[Pixels]) -> torch.Tensor:
 
 
 def collect(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Read every item; if some fail, one error tells of all of them."""
+    """Read every item; one error names all that fail."""
     found = outcomes(read, items)
     problems = [str(outcome) for outcome in found if isinstance(outcome, Exception)]
     if problems:
@@ -143,20 +143,20 @@ def collect(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Resul
 
 
 def outcomes(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | Exception]:
-    """What became of every item: what was read, or why it could not be."""
+    """The result of every item, or the exception that it raised; read in parallel."""
+
+    def attempt(item: Item) -> Result | Exception:
+        try:
+            return read(item)
+        except (ValueError, OSError) as error:
+            return error
+
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda item: _outcome(read, item), items))
-
-
-def _outcome(read: Callable[[Item], Result], item: Item) -> Result | Exception:
-    try:
-        return read(item)
-    except (ValueError, OSError) as error:
-        return error
+        return list(pool.map(attempt, items))
 
 
 def image_size(example: Example) -> Size:
-    """Size of the image as shown; its mask must have the same. Reads no pixels."""
+    """Size of the image as displayed; its mask must have the same. Reads no pixels."""
     with _opened(example.image) as image:
         size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) < 5 else image.size
     if example.mask is None:
@@ -170,7 +170,7 @@ def image_size(example: Example) -> Size:
 
 
 def stored_size(path: Path) -> Size:
-    """(H, W) as the file is stored, whichever way it is to be turned. Reads no pixels."""
+    """(H, W) as stored in the file, before any rotation. Reads no pixels."""
     with _opened(path) as image:
         width, height = image.size
     return height, width
@@ -179,7 +179,7 @@ def stored_size(path: Path) -> Size:
 def read_image(path: Path, size: Size | None = None, mode: str = "RGB") -> Pixels:
     """(C,H,W) in Pillow's `mode`, on white where transparent; resized bicubically to (H, W) if given."""
     with _opened(path) as opened:
-        # cameras store some photos on their side and say so in a tag
+        # cameras store some photos rotated, with a tag
         image = _on_white(_eight_bits(ImageOps.exif_transpose(opened))).convert(mode)
         if size is not None:
             image = image.resize(size[::-1], Image.Resampling.BICUBIC)
@@ -188,10 +188,10 @@ def read_image(path: Path, size: Size | None = None, mode: str = "RGB") -> Pixel
 
 
 def read_mask(path: Path, size: Size | None = None, *, classes: int | None = None) -> Pixels:
-    """(H,W) of class numbers, resized by nearest pixel.
+    """(H,W) of class indices, resized by nearest pixel.
 
     Without `classes` the mask must hold 0 and one of 1 or 255, or black and one other colour: background and
-    foreground. With it, the values are class numbers, and 255 marks pixels to ignore.
+    foreground. With it, the values are class indices, and 255 marks pixels to ignore.
     """
     with _opened(path) as opened:
         mask = opened.copy()
@@ -206,7 +206,7 @@ def read_mask(path: Path, size: Size | None = None, *, classes: int | None = Non
 
 
 def _mask_values(mask: Image.Image, path: Path, *, by_colour: bool) -> NDArray[Any]:
-    if mask.mode[0] in "IF":  # Pillow would cut large numbers off
+    if mask.mode[0] in "IF":  # Pillow would clip large numbers
         values: NDArray[Any] = np.array(mask)
         return np.where(values == 65535, 255, values)  # white, in 16 bits
     if by_colour and Image.getmodebase(mask.mode) != "L":
@@ -217,9 +217,9 @@ def _mask_values(mask: Image.Image, path: Path, *, by_colour: bool) -> NDArray[A
 
 
 def _not_black(mask: Image.Image, path: Path) -> NDArray[np.bool_] | None:
-    """(H,W), true where a example of black and one other colour is not black; None if it is no such example.
+    """(H,W), true where a mask of black and one other colour is not black; None for other masks.
 
-    The numbers of a palette mean nothing here: programs number two colours as they come.
+    The indices of a palette have no meaning here: programs number two colours in any order.
     """
     colours = mask.convert("RGBA")
     found = colours.getcolors(2)  # None if there are more
@@ -230,19 +230,19 @@ def _not_black(mask: Image.Image, path: Path) -> NDArray[np.bool_] | None:
         message = f"{path} must hold black and one other colour. Got {others[0]} and {others[1]}."
         raise ValueError(f"{message} Draw the background black.")
     is_grey = all(len(set(colour[:3])) == 1 for colour in others)
-    if is_grey and mask.mode != "P":  # then it holds numbers, as a grey example does
+    if is_grey and mask.mode != "P":  # then it holds numbers, as a grey image does
         return None
     return np.asarray(np.array(colours)[..., :3].any(-1))
 
 
 def _check_values(values: NDArray[Any], path: Path, classes: int | None) -> None:
-    """Of the whole mask: resizing can lose the few pixels that are wrong."""
+    """Checks the whole mask, because resizing can lose the few pixels that are wrong."""
     last = None if classes is None else min(classes, IGNORE) - 1
     allowed = {0, 1, 255} if last is None else {*range(last + 1), IGNORE}
     wrong = sorted(set(np.unique(values).tolist()) - allowed)
     if wrong:
-        expected = "0 and 1, or 0 and 255" if last is None else f"class numbers 0 to {last}"
-        hint = "Name all classes with classes=[...] if these are class numbers"
+        expected = "0 and 1, or 0 and 255" if last is None else f"class indices 0 to {last}"
+        hint = "Name all classes with classes=[...] if these are class indices"
         raise ValueError(f"{path} must hold {expected}. Got {wrong[0]}. {hint}.")
 
 
@@ -257,14 +257,14 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         except UnidentifiedImageError:
             raise ValueError(f"{path} is not an image that Pillow reads") from None
         except Image.DecompressionBombError as error:
-            sizes = str(error).partition(",")[0]  # what follows speaks of attacks
-            raise ValueError(f"{path} is too large ({sizes}). Make it smaller") from None
+            sizes = str(error).partition(",")[0]  # the rest is about attacks
+            raise ValueError(f"{path} is too large ({sizes}). Resize it") from None
         except Exception as error:  # a damaged image can raise nearly anything
             raise ValueError(f"{path} is damaged ({error})") from None
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Deep grey images are scaled to 0..255, where Pillow would cut them off; palettes become colours."""
+    """Scales grey images of more bits to 0..255, where Pillow would clip them; palettes become colours."""
     if image.mode == "P":
         return image.convert("RGBA")
     if image.mode[0] not in "IF":
@@ -276,7 +276,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """As it is seen on a page: dropping the transparency alone would bring out colours that nobody sees."""
+    """As shown on a white page: without its transparency an image would show hidden colours."""
     if image.mode not in {"LA", "PA", "RGBA", "RGBa"} and "transparency" not in image.info:
         return image
     seen = image.convert("RGBA")

@@ -69,7 +69,7 @@ def draw(
     rng = np.random.default_rng([seed, group, index + 1])
     height, width = 2 * size[0], 2 * size[1]  # drawn at twice the size, then averaged: smooth edges
     y, x = np.mgrid[:height, :width].astype(np.float32) / height
-    clouds = _clouds(rng, (height, width), cells, stretch)[..., None]
+    clouds = _clouds(rng, (height, width), int(cells), stretch)[..., None]
     scene, mask = colours[0] + clouds * (colours[1] - colours[0]), np.zeros((height, width), bool)
     for _ in range(rng.integers(1, most + 1)):
         u, v = _place(rng, x, y, rng.uniform(0.2, 0.45) / most**0.35)
@@ -114,7 +114,7 @@ def _halved(values: NDArray[np.generic]) -> Field:
 
 
 def _ellipse(u: Field, v: Field, a: float, b: float) -> Field:
-    return (u / a) ** 2 + (v / b) ** 2 - 1  # type: ignore[no-any-return]
+    return (u / a) ** 2 + (v / b) ** 2 - 1
 
 
 def _box(u: Field, v: Field, a: float, b: float) -> Field:
