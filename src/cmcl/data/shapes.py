@@ -1,7 +1,7 @@
 """Drawn scenes with foreground masks: the dataset for segmentation that needs no file.
 
-The images of a group show the same kind of object in the same colours, at other places, sizes and angles, on
-other clouds of the same two background colours: like iCoseg, but endless, and the same everywhere for a seed.
+The images of a group show the same kind of object in the same colours before the same kind of background, at
+other places, sizes and angles: like iCoseg, but endless, and the same everywhere for one seed.
 """
 
 import math
@@ -22,6 +22,15 @@ from .registry import SHAPES
 Field = NDArray[np.floating[Any]]  # (H,W), or (H,W,3) for colours
 Parts = list[Field]  # of an object: each is the region where the field is negative; later ones are on top
 SMALLEST = 8  # pixels; in smaller scenes some objects would vanish
+# Backgrounds are clouds of two colours, of so many cells, each stretched to so many times its width.
+BACKGROUNDS = (
+    ((0.35, 0.58, 0.88), (0.97, 0.97, 0.97), 2, 2.0),  # sky
+    ((0.15, 0.25, 0.09), (0.46, 0.72, 0.28), 24, 0.35),  # grass
+    ((0.54, 0.45, 0.32), (0.79, 0.66, 0.46), 3, 1.0),  # sand
+    ((0.08, 0.28, 0.42), (0.38, 0.58, 0.72), 3, 4.0),  # water
+    ((0.30, 0.16, 0.12), (0.72, 0.39, 0.29), 12, 1.0),  # stone
+    ((0.08, 0.11, 0.04), (0.45, 0.60, 0.20), 6, 1.0),  # leaves
+)
 
 
 def load(
@@ -64,13 +73,15 @@ def draw(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Image (3,H,W) and mask (H,W) number `index` of a group."""
     common = np.random.default_rng([seed, group])  # what the images of the group have in common
-    colours = common.uniform(0.08, 0.95, (6, 3)).astype(np.float32)  # two of the background, four of parts
-    cells, stretch, most = common.integers(2, 12), common.uniform(0.3, 3), common.choice([1, 1, 2, 3])
+    colours = common.uniform(0.08, 0.95, (4, 3)).astype(np.float32)  # of the object's parts
+    tint, most = common.uniform(-0.12, 0.12, 3), int(common.choice([1, 1, 2, 3]))
+    # groups take turns through objects and backgrounds, so that a small dataset already has all of them
+    dark, light, cells, stretch = BACKGROUNDS[(group + group // len(OBJECTS)) % len(BACKGROUNDS)]
     rng = np.random.default_rng([seed, group, index + 1])
     height, width = 2 * size[0], 2 * size[1]  # drawn at twice the size, then averaged: smooth edges
     y, x = np.mgrid[:height, :width].astype(np.float32) / height
-    clouds = _clouds(rng, (height, width), int(cells), stretch)[..., None]
-    scene, mask = colours[0] + clouds * (colours[1] - colours[0]), np.zeros((height, width), bool)
+    clouds = _clouds(rng, (height, width), cells, stretch)[..., None]
+    scene, mask = (1 - clouds) * dark + clouds * light + tint, np.zeros((height, width), bool)
     for _ in range(rng.integers(1, most + 1)):
         u, v = _place(rng, x, y, rng.uniform(0.2, 0.45) / most**0.35)
         part = np.zeros(x.shape, np.intp)  # number of the part at each pixel; 0: background
@@ -79,8 +90,8 @@ def draw(
         inside = part > 0
         shadow = gaussian_filter(np.roll(inside, (3, 4), (0, 1)).astype(np.float32), 2.5)
         scene = scene * (1 - 0.4 * shadow)[..., None]
-        light = (1.02 - 0.22 * (u + v) - 0.18 * (u * u + v * v)) * (0.8 + 0.4 * clouds[..., 0])
-        scene[inside] = colours[1 + part[inside]] * light[inside, None]
+        shade = 1.02 - 0.22 * (u + v) - 0.18 * (u * u + v * v)  # light from the upper left
+        scene[inside] = colours[part[inside] - 1] * shade[inside, None]
         mask |= inside
     blur = rng.uniform(0.3, 1.0)
     photo = gaussian_filter(np.clip(scene * rng.uniform(0.8, 1.15), 0, 1), (blur, blur, 0))
