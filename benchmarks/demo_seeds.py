@@ -19,7 +19,7 @@ from cmcl.cli.explore import METHODS, one_thread, scores
 from cmcl.reproduction import find
 from cmcl.reproduction.environment import commit
 from cmcl.reproduction.record import Record
-from cmcl.reproduction.run import run
+from cmcl.reproduction.runner import run
 from cmcl.training import Options
 
 

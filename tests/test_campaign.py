@@ -20,7 +20,7 @@ from cmcl.reproduction.costs import START, at_its_own_speed, expected_seconds
 from cmcl.reproduction.deadline import stopping_after
 from cmcl.reproduction.recipes import DIGITS, OOD, RECIPES
 from cmcl.reproduction.record import load_records
-from cmcl.reproduction.run import run, run_folder
+from cmcl.reproduction.runner import run, run_folder
 from cmcl.training.checkpoint import Checkpoints
 from report_samples import changed, made_record
 

@@ -124,7 +124,7 @@ def test_ctrl_c_while_measuring(reproduce, tiny, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("cmcl.reproduction.run.measure", interrupt)
+        patch.setattr("cmcl.reproduction.runner.measure", interrupt)
         code, _, err = reproduce("table9", "--quiet", "--device", "cpu")
     assert (code, err.count("\n")) == (130, 1)
     assert "the same command resumes it" in err

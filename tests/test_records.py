@@ -11,10 +11,10 @@ from cmcl.data.dataset import Dataset
 from cmcl.data.transforms import MeanStd
 from cmcl.reproduction import Cell, environment, find
 from cmcl.reproduction.cells import choose, fills, known_checksums, summarise
-from cmcl.reproduction.measure import ask, errors, measure
+from cmcl.reproduction.evaluate import ask, errors, measure
 from cmcl.reproduction.recipes import DIGITS, RECIPES
 from cmcl.reproduction.record import Record, load_records, read
-from cmcl.reproduction.run import build, load_sets, run, run_folder
+from cmcl.reproduction.runner import build, load_sets, run, run_folder
 from cmcl.training.locking import FolderInUseError, locked
 from cmcl.training.run import Run
 from report_samples import changed

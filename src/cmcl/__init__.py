@@ -29,7 +29,7 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "Diverged": "training",
     "fit": "training",
     "evaluate": "training",
-    "record": "reproduction.own",
+    "record": "reproduction.custom",
     "CMCLClassifier": "estimator",
     "metrics": "",
     "networks": "",
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .objectives import oracle_loss as oracle_loss
     from .pretrained import SharedStemEnsemble as SharedStemEnsemble
     from .pretrained import from_pretrained as from_pretrained
-    from .reproduction.own import record as record
+    from .reproduction.custom import record as record
     from .serialization import load as load
     from .sharing import share_features as share_features
     from .splitting import Layer as Layer

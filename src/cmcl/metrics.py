@@ -75,7 +75,7 @@ class Accumulator:
         count, confidence, correct = sums["bins"]
         values["ece"] = ((confidence - correct).abs().sum() / count.sum()).item()
         if self.curves:
-            values["aurc"] = aurc(*self._kept("confidence", "correct"))
+            values["aurc"] = self.risks.mean().item()
         if "ood_entropy" in sums:
             values["ood_entropy"] = (sums["ood_entropy"] / sums["ood_examples"]).item()
         if "ood_entropy" in self._scores:
@@ -99,6 +99,11 @@ class Accumulator:
         bins = self._some()["bins"]
         count, confidence, correct = torch.cat([bins[:, :-2], bins[:, -2:].sum(1, keepdim=True)], 1)
         return count.long(), confidence / count, correct / count
+
+    @property
+    def risks(self) -> Tensor:
+        """The error among the 1, 2, ..., N most confident averaged predictions, (N,); needs `curves`."""
+        return risk_coverage(*self._kept("confidence", "correct"))[1]
 
     def _add(self, name: str, value: Tensor) -> None:
         self._sums[name] = self._sums[name] + value if name in self._sums else value

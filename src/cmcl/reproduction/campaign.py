@@ -1,63 +1,75 @@
-"""A campaign: the cells of the paper, one run after the other, as far as the time reaches.
+"""A campaign: train the missing cells of the paper, one run after the other, as far as the time allows.
 
-It can be stopped and started again, on any machine that has the records so far: what is done is never done
-twice, what was interrupted goes on.
+It can be stopped and started again, on any machine that has the records so far: finished runs are never
+repeated, interrupted ones are resumed.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
 
+from ..data.registry import DATASETS
 from ..training import Diverged, Interrupted, Options
 from ..training.checkpoint import DamagedError
+from ..training.config import Recipe
 from ..training.locking import FolderInUseError
 from ..training.setup import find_device
 from .cells import Cell, fills, known_checksums
-from .costs import EXAMPLES, at_its_own_speed, expected_seconds
-from .deadline import parse_budget, stopping_after
 from .environment import device_name
 from .recipes import find
 from .record import Record, load_records
-from .run import load_ood, reached, run, run_folder
-
-__all__ = ["Job", "Report", "campaign", "parse_budget", "plan"]
+from .runner import load_ood, reached, run, run_folder
 
 MORE_SEEDS = ("more seeds",)
-ORDER = (  # words that a cell's `where` holds; one seed of each, until it says otherwise
+ORDER = (  # words of a cell's `where`; seed 0 of each, then the other seeds of the most important cells
     *(("table3", "resnet20"), ("table1",), ("fig1",), ("fig2",), ("fig4bc",), ("fig3",)),
-    MORE_SEEDS,  # of those that matter most
+    MORE_SEEDS,
     *(("fig4a",), ("table3", "vggnet17"), ("table2", "m5"), ("table3", "googlenet18"), ("table2", "m10")),
 )
-FIRST = (("table3", "resnet20", "cifar10"), ("table1",))  # get more seeds before the rest has one
-# of one run; on to the next
+FIRST = (("table3", "resnet20", "cifar10"), ("table1",))  # their other seeds come at `MORE_SEEDS`
+# of one run; the campaign continues with the next
 SKIPPED = (Diverged, DamagedError, FolderInUseError, FileNotFoundError, torch.OutOfMemoryError)
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
 class Job:
-    """Seeds of one recipe that are to be trained together."""
+    """One run: a recipe and a seed."""
 
     name: str
-    seeds: tuple[int, ...]
-    cells: tuple[str, ...]  # ids of what it fills
-    seconds: float  # expected, from where it stands
-    done: float = 0.0  # share of the steps that an interrupted run has behind it
-    device: str = ""  # that the seconds are expected on
+    seed: int
+    cells: tuple[str, ...]  # ids of the cells that it fills
+    seconds: float | None  # expected for the remaining steps, from records of this device; None: unknown
+    done: float  # fraction of the steps, if it was interrupted
+    device: str
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.name} seed {self.seed}"
 
 
 @dataclass
 class Report:
-    """What a campaign did."""
+    """The outcome of a campaign."""
 
-    jobs: list[Job]  # all that was missing when it began, in order
+    jobs: list[Job]  # everything that was missing when it began, in order
     records: list[Record] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)  # run -> why it was not finished
-    late: list[Job] = field(default_factory=list)  # of those, what there was no time for
-    moved: bool = False  # whether anything is further than before
+    late: list[Job] = field(default_factory=list)  # those that the time did not suffice for
+    errors: dict[str, Exception] = field(default_factory=dict)  # of runs that failed, by label
+    progressed: bool = False  # whether any run is further than before
+
+    @property
+    def left(self) -> dict[str, str]:
+        """The unfinished runs by label, and why."""
+        late = {job.label: "no time left" for job in self.late}
+        return late | {label: f"{type(e).__name__}: {e}" for label, e in self.errors.items()}
 
 
 def campaign(
@@ -78,54 +90,47 @@ def campaign(
     """Train what is missing of these cells and write its records.
 
     Args:
-        cells: places of the paper.
-        seeds: wanted for each; the first of all cells comes first, the others train together.
+        cells: of the paper's tables and figures.
+        seeds: wanted for each cell; the first seed of all cells comes first.
         results: folder whose records/ is read and written.
         runs: folder of run folders.
-        root: folder of the data sets.
+        root: folder of the datasets.
         cache: folder for preprocessed data.
-        budget_seconds: start nothing that is not expected to end by then; what is late saves itself.
+        budget_seconds: start nothing that is expected to take longer; a run that is late saves itself.
         shard: (i, n): the i-th of n parts, 1 to n, for n machines.
-        unfinished: start also what will not end in time, to go on with it in the next campaign.
+        unfinished: also start runs that will not end in time, to resume them in the next campaign.
         dry_run: only plan.
-        options: how runs are carried out.
-        say: gets a line of text for each run.
+        options: how the runs are carried out.
+        say: called with a line of text for each run.
     """
-    options = options or Options()
-    begun = time.monotonic()
+    options, end = options or Options(), time.monotonic() + (budget_seconds or float("inf"))
     places: dict[str, Any] = {"results": results, "runs": runs, "root": root}
     report = Report(plan(cells, seeds=seeds, **places, shard=shard, options=options))
-    for planned in [] if dry_run else report.jobs:
-        records = load_records(results)  # another process may have brought some meanwhile
-        job = _what_is_missing(planned, cells, records, root)
-        if not job.seeds:
-            say(f"{_label(planned)}: has its records by now")
+    for job in [] if dry_run else report.jobs:
+        own = [cell for cell in cells if cell.name == job.name]
+        if job.seed in _seeds_done(own, load_records(results), root):  # another process trained it meanwhile
+            say(f"{job.label}: has its record by now")
             continue
-        left = None if budget_seconds is None else budget_seconds - (time.monotonic() - begun)
-        seconds, *_ = _outlook(job.name, job.seeds, records, runs, options)
-        if left is not None and (left <= 0 or (seconds > left and not unfinished)):
-            report.left[_label(job)] = f"expected to take {seconds:.0f} s, {max(left, 0):.0f} s left"
-            report.late.append(replace(job, seconds=seconds))
-            continue
-        say(f"{_label(job)}: started, expected to take {seconds:.0f} s")
-        try:
-            with stopping_after(left):
-                done = run(
-                    job.name, job.seeds, out=runs, results=results, root=root, cache=cache, options=options
-                )
-        except Interrupted as stop:
-            report.moved = True
+        left = end - time.monotonic()
+        if left <= 0 or ((job.seconds or 0) > left and not unfinished):
             report.late.append(job)
-            report.left[_label(job)] = str(stop).replace(
-                "go on with resume=True", "the next campaign goes on"
+            continue
+        say(f"{job.label}: started" + (f", expected to take {job.seconds:.0f} s" if job.seconds else ""))
+        limited = options if budget_seconds is None else replace(options, max_seconds=left)
+        try:
+            (record,) = run(
+                job.name, (job.seed,), out=runs, results=results, root=root, cache=cache, options=limited
             )
+        except Interrupted:
+            report.progressed = True
+            report.late.append(job)
             break
         except SKIPPED as error:
-            report.left[_label(job)] = f"{type(error).__name__}: {error}"
+            report.errors[job.label] = error
             continue
-        report.records += done
-        report.moved = True
-        say(f"{_label(job)}: done in {done[0].seconds:.0f} s")
+        report.records.append(record)
+        report.progressed = True
+        say(f"{job.label}: done in {record.seconds:.0f} s")
     for label, reason in report.left.items():
         say(f"{label}: {reason}")
     return report
@@ -141,66 +146,88 @@ def plan(
     shard: tuple[int, int] = (1, 1),
     options: Options | None = None,
 ) -> list[Job]:
-    """What is missing, in the order in which it should be trained, with its expected cost."""
+    """What is missing, in the order in which it should be trained, with its expected time."""
     i, n = shard
     if not 1 <= i <= n:
         raise ValueError(f"shard must be i/n with i between 1 and n. Got {i}/{n}.")
-    records = load_records(results)
+    records, device = load_records(results), device_name(find_device((options or Options()).device))
     named: dict[str, list[Cell]] = {}
     for cell in sorted(cells, key=_rank):
         named.setdefault(cell.name, []).append(cell)
     ranked: list[tuple[int, Job]] = []
     for name in list(named)[i - 1 :: n]:  # by recipe, before anything is left out: shards never move
-        for rank, missing in _missing(named[name], seeds, records, root):
-            outlook = _outlook(name, missing, records, runs, options or Options())
-            ranked.append((rank, Job(name, missing, tuple(cell.id for cell in named[name]), *outlook)))
+        ids = tuple(cell.id for cell in named[name])
+        for rank, seed in _missing(named[name], seeds, records, root):
+            steps, recipe = _steps(find(name)), find(name)
+            done = min(reached(run_folder(runs, name, recipe, seed)) / steps, 1.0)
+            seconds = expected_seconds(recipe, records, device)
+            seconds = None if seconds is None else seconds * (1 - done)
+            ranked.append((rank, Job(name, seed, ids, seconds, done, device)))
     return [job for _, job in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def expected_seconds(recipe: Recipe, records: Sequence[Record], device: str) -> float | None:
+    """The training time of a recipe by the seconds per step of the most similar records of the device.
+
+    None where no record has the same network and image size. Time grows with the number of members.
+    """
+
+    def similar(record: Record) -> tuple[bool, ...]:
+        same = (record.recipe.get(key) == getattr(recipe, key) for key in ("data", "members", "sharing"))
+        return record.recipe_hash == recipe.hash, *same, bool(record.recipe["adversarial"] == recipe.adversarial)
+
+    ran = [
+        r
+        for r in records
+        if r.device == device and r.steps and r.recipe["network"] == recipe.network
+        and _image_size(r.recipe["data"]) == _image_size(recipe.data)
+    ]
+    if not ran:
+        return None
+    closest = max(map(similar, ran))
+    times = [r.seconds / r.steps / r.recipe["members"] for r in ran if similar(r) == closest]
+    return median_low(times) * recipe.members * _steps(recipe)  # of two the lower: the other shared the device
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of "90s", "25m", "1.5h" or "1h30m"; a bare number has no unit and raises."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
+    whole = "".join(number + unit for number, unit in parts) == text
+    seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    if not whole or not 0 < seconds < float("inf"):
+        raise ValueError(f"budget must be a time above 0, such as 90s, 25m or 1h30m. Got {text!r}.")
+    return seconds
+
+
+def _image_size(data: str | None) -> tuple[int, int, int] | None:
+    return DATASETS[data].shape if data in DATASETS else None
+
+
+def _steps(recipe: Recipe) -> int:
+    sizes = DATASETS[recipe.data].sizes if recipe.data in DATASETS else {}
+    return recipe.total_steps(sizes.get("train", 1000))
 
 
 def _missing(
     cells: list[Cell], seeds: Sequence[int], records: list[Record], root: str | Path | None
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """(rank, seeds): the first seed alone, as early as its cells; then all others together."""
+) -> Iterator[tuple[int, int]]:
+    """(rank, seed): the first seed as early as its cells, the others later."""
     have = _seeds_done(cells, records, root)
-    if seeds and seeds[0] not in have:
-        yield min(map(_rank, cells)), (seeds[0],)
-    if others := tuple(seed for seed in seeds[1:] if seed not in have):
-        early = any(set(words) <= set(cell.where) for words in FIRST for cell in cells)
-        yield ORDER.index(MORE_SEEDS) if early else len(ORDER) + 1, others
+    early = any(set(words) <= set(cell.where) for words in FIRST for cell in cells)
+    later = ORDER.index(MORE_SEEDS) if early else len(ORDER) + 1
+    for i, seed in enumerate(seeds):
+        if seed not in have:
+            yield later if i else min(map(_rank, cells)), seed
 
 
 def _seeds_done(cells: list[Cell], records: list[Record], root: str | Path | None) -> set[int]:
-    """Those whose records fill all that can be filled here: figure 2 cannot, without its unseen data."""
+    """The seeds whose records fill all cells that can be filled here: figure 2 cannot without OOD data."""
     checksums = known_checksums(records)
     done = {r.seed for r in records if all(fills(r, cell, checksums) for cell in cells)}
-    but_one = {r.seed for r in records if all(fills(r, cell, checksums, ood=False) for cell in cells)}
-    return but_one if but_one > done and load_ood(cells[0].recipe.data, root) is None else done
-
-
-def _what_is_missing(job: Job, cells: Sequence[Cell], records: list[Record], root: str | Path | None) -> Job:
-    """The job without the seeds that have their records by now."""
-    done = _seeds_done([cell for cell in cells if cell.name == job.name], records, root)
-    return replace(job, seeds=tuple(seed for seed in job.seeds if seed not in done))
+    without = {r.seed for r in records if all(fills(r, cell, checksums, ood=False) for cell in cells)}
+    return without if without > done and load_ood(cells[0].recipe.data, root) is None else done
 
 
 def _rank(cell: Cell) -> int:
     words = {*cell.where, cell.where[0].rstrip("abc")}
     return next((rank for rank, wanted in enumerate(ORDER) if set(wanted) <= words), len(ORDER))
-
-
-def _outlook(
-    name: str, seeds: tuple[int, ...], records: list[Record], runs: str | Path, options: Options
-) -> tuple[float, float, str]:
-    """Expected seconds to the end, the share of the steps that is done, and the device they are for."""
-    recipe, device = find(name), find_device(options.device)
-    folder, cpu, on = run_folder(runs, name, recipe, seeds), device.type == "cpu", device_name(device)
-    steps = recipe.total_steps(EXAMPLES.get(recipe.data or "", 1000))
-    done = min(reached(folder) / steps, 1.0)
-    seconds = at_its_own_speed(folder, steps, on, cpu=cpu)
-    if seconds is None:
-        seconds = expected_seconds(recipe, len(seeds), records, on, cpu=cpu) * (1 - done)
-    return seconds, done, on
-
-
-def _label(job: Job) -> str:
-    return f"{job.name} seed {', '.join(map(str, job.seeds))}"

@@ -1,6 +1,6 @@
 """What a run ran on: versions, device, commit. None of it should change a number, and all of it might.
 
-A run may be stopped and go on elsewhere: its folder keeps the facts of every stretch of its training.
+A run may be resumed elsewhere: its folder keeps the environment of every part.
 """
 
 import json
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from .. import __version__
-from .._files import needing_room
+from .._files import needing_room, parse_json
 from ..training import Options
 from ..training.setup import find_device
 
-FACTS = ("device", "precision", "versions", "commit")
-STRETCHES = "environment.jsonl"  # in a run folder: a line each time it is started or resumed
+FIELDS = ("device", "precision", "versions", "commit")  # of a record
+HISTORY = "environment.jsonl"  # in a run folder: a line each time it is started or resumed
 
 
-def facts(options: Options) -> dict[str, Any]:
-    """All of it, as fields of a record."""
+def current(options: Options) -> dict[str, Any]:
+    """The environment now, as fields of a record."""
     device = usable(find_device(options.device))
     usual = "bf16" if device.type == "cuda" else "float32"
     return {
@@ -34,40 +34,40 @@ def facts(options: Options) -> dict[str, Any]:
     }
 
 
-def keep(folder: Path, step: int, now: dict[str, Any]) -> None:
-    """Note that training goes on from `step` with these facts."""
+def append(folder: Path, step: int, environment: dict[str, Any]) -> None:
+    """Record that training continues from `step` in this environment."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / STRETCHES
+    path = folder / HISTORY
     with needing_room(path, folder / "checkpoints"), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step} | now) + "\n")
+        file.write(json.dumps({"step": step} | environment) + "\n")
 
 
-def stretches(folder: Path) -> list[dict[str, Any]]:
-    """What the training in a folder ran on, from its first step to its last.
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The environments of a run from its first step to its last.
 
-    A stretch that another one went back behind, or that was refused before its first step, left nothing.
+    A part that a later one repeated from an earlier step contributed nothing and is left out.
     """
-    path = folder / STRETCHES
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept: list[dict[str, Any]] = []
+    path = folder / HISTORY
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    found: list[dict[str, Any]] = []
     for line in lines:
         try:
-            one = json.loads(line)
-            kept = [*(before for before in kept if before["step"] < one["step"]), one]
+            one = parse_json(line, path)
+            found = [*(before for before in found if before["step"] < one["step"]), one]
         except (ValueError, TypeError, KeyError):  # cut short by a kill
             continue
-    return kept
+    return found
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Stretches as fields of a record: the first, and all of them if they are not alike."""
-    first, *others = ({key: one[key] for key in FACTS} for one in found)
-    alike = found[0]["step"] == 0 and all(other == first for other in others)
-    return first | {"resumed_with": [] if alike else list(found)}
+    """A history as fields of a record: the first environment, and all of them if they differ."""
+    first, *others = ({key: one[key] for key in FIELDS} for one in found)
+    same = found[0]["step"] == 0 and all(other == first for other in others)
+    return first | {"resumed_with": [] if same else list(found)}
 
 
 def versions() -> dict[str, str | None]:
-    """Of all that may change a number."""
+    """The versions of everything that may change a number."""
     return {
         "cmcl": __version__,
         "python": platform.python_version(),
@@ -77,7 +77,7 @@ def versions() -> dict[str, str | None]:
 
 
 def usable(device: torch.device) -> torch.device:
-    """The device, if this machine has it and it computes."""
+    """The device, if this machine has it and can compute on it."""
     try:
         torch.ones(1, device=device).tolist()
     except (RuntimeError, AssertionError) as error:  # NotImplementedError is a RuntimeError
@@ -89,7 +89,7 @@ def usable(device: torch.device) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's kind and threads."""
+    """The GPU's name, or the processor's type and threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -97,15 +97,15 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the program, "-dirty" if files were changed; None outside a checkout.
+    """The commit of this package, "-dirty" if files were changed; None outside a checkout.
 
-    A copy without its history is told by the variable CMCL_COMMIT.
+    The variable CMCL_COMMIT replaces it, for copies without their history.
     """
-    if told := os.environ.get("CMCL_COMMIT"):
-        return told
+    if given := os.environ.get("CMCL_COMMIT"):
+        return given
     here = Path(__file__).resolve().parents[1]
     try:
-        # Only if git knows this very package: it may be installed below somebody else's checkout.
+        # Only if git tracks this very package: it may be installed below another checkout.
         _git(here, "ls-files", "--error-unmatch", "__init__.py")
         return _git(here, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     except (OSError, subprocess.SubprocessError):

@@ -108,7 +108,7 @@ def tune(
         say: is told how each candidate did.
     """
     from .recipes import BETAS, find, grid
-    from .run import run, run_folder
+    from .runner import run, run_folder
 
     base, out = find(name) if recipe is None else recipe, Path(out)
     if base.method != "cmcl":
@@ -150,7 +150,7 @@ def tune(
 def _held_out(name: str, recipe: Recipe, seeds: Sequence[int], shared: Mapping[str, Any]) -> float:
     """The mean held-out top-1 error over the seeds, from records where they are there already."""
     from .record import Record
-    from .run import run, run_folder
+    from .runner import run, run_folder
 
     folder = run_folder(shared["out"], name, recipe, seeds)
     paths = [folder / ("" if len(seeds) == 1 else f"seed{seed}") / "record.json" for seed in seeds]

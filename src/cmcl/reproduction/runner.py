@@ -1,0 +1,299 @@
+"""A recipe in, records out: data, training, evaluation. An interrupted run continues from its checkpoint."""
+
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from torch import Tensor
+
+from .. import data
+from .._files import replacing
+from ..data.cache import fitted, transformed
+from ..data.dataset import Dataset, counting, few, identities, ignored, split_validation
+from ..data.files import nearest
+from ..data.preprocess import PRESETS, Transform
+from ..ensemble import Ensemble
+from ..modes import in_eval
+from ..networks import NETWORKS
+from ..serialization import saved_checksum
+from ..telling import first_line
+from ..training import Options, Result, fit
+from ..training.config import Recipe
+from ..training.locking import locked
+from ..training.setup import hold_out
+from . import environment
+from .evaluate import Gallery, evaluate_errors, evaluate_run
+from .recipes import OOD, find
+from .record import Record, read
+
+TRAINED = ("steps", "seconds", *environment.FIELDS, "resumed_with")  # fields of a record about training
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a recipe as the networks see them."""
+
+    train: Dataset
+    test: Dataset
+    test_images: Tensor  # the raw images of `test`, for people
+    ood: Dataset | None  # through the transform that was fitted to `train`
+    transform: Transform | None
+    checksums: dict[str, str]  # of the raw data
+
+
+def run(
+    recipe: Recipe | str,
+    seeds: Sequence[int] = (0,),
+    *,
+    out: str | Path,
+    name: str | None = None,
+    results: str | Path | None = None,
+    root: str | Path | None = None,
+    cache: str | Path | None = None,
+    options: Options | None = None,
+    steps: int | None = None,
+    test_limit: int | None = None,
+) -> list[Record]:
+    """Train a recipe with each of these seeds and evaluate it: a run folder and a record per seed.
+
+    Args:
+        recipe: what to train, or its name.
+        seeds: of weights, data order, masks and labels.
+        out: folder of run folders. An interrupted run is resumed; a finished one is evaluated again.
+        name: for records of a recipe that is given as such.
+        results: folder whose records/ gets the records; they are in the run folders in any case.
+        root: folder of the datasets.
+        cache: folder for preprocessed data.
+        options: how the runs are carried out.
+        steps: shorten the runs to so many steps, to try them out. Such a record fills no cell.
+        test_limit: evaluate on so many test examples only. Such a record fills no cell.
+    """
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must be different numbers, at least one. Got {list(seeds)}.")
+    name = name or (recipe if isinstance(recipe, str) else "custom")
+    recipe = find(recipe) if isinstance(recipe, str) else recipe
+    recipe = recipe if steps is None else replace(recipe, steps=steps, epochs=None)
+    options = options or Options()
+    environment.current(options)  # raises before the data are loaded
+    sets = load_data(recipe, root=root, cache=cache)
+    records = []
+    for seed in seeds:
+        folder = run_folder(out, name, recipe, seed)
+        ensemble, trained = _train(recipe, seed, sets, folder, options, test_limit)
+        facts = {"name": name, "seed": seed, "full_length": steps is None}
+        record = _evaluate(ensemble, recipe, sets, folder, options, test_limit, facts | trained)
+        if results is not None:
+            record.save(Path(results) / "records" / record.file_name)
+        records.append(record)
+    return records
+
+
+def run_folder(out: str | Path, name: str, recipe: Recipe, seed: int) -> Path:
+    """The folder of a run: readable, and unique to recipe and seed."""
+    return Path(out) / f"{name}--{recipe.hash}--seed{seed}"
+
+
+def reached(folder: Path) -> int:
+    """The step of a run's last checkpoint, by its name; 0 without one."""
+    found = (folder / "checkpoints").glob("step-*.safetensors")
+    return max((int(path.name.split("-")[1]) for path in found), default=0)
+
+
+def same_training(one: Record, other: Record) -> bool:
+    """Whether two records have the same weights; their evaluations may differ."""
+    return all(getattr(one, key) == getattr(other, key) for key in ("seed", *TRAINED))
+
+
+def _train(
+    recipe: Recipe, seed: int, sets: RunData, folder: Path, options: Options, test_limit: int | None
+) -> tuple[Ensemble, dict[str, Any]]:
+    """The trained ensemble, and the fields of its record about training."""
+    now, ensemble = environment.current(options), build(recipe, seed, sets.transform)
+    check_fits(ensemble, sets.train, recipe)
+    with locked(folder):  # the run of another process stays untouched
+        _write_json(folder / "recipe.json", recipe.to_json())
+        step = reached(folder)
+        if not (finished := step >= _steps(recipe, sets.train)):
+            environment.append(folder, step, now)
+    result = fit(
+        ensemble,
+        sets.train,
+        recipe=recipe,
+        seed=seed,
+        test=sets.test[:test_limit] if options.evaluate_every else None,  # `_evaluate` does at the end
+        out=folder,
+        resume=step > 0,
+        options=options,
+    )
+    if finished and result.rows:  # its last checkpoint was damaged: it was trained after all
+        environment.append(folder, step, now)
+    return ensemble, _about_training(folder, result, now)
+
+
+def _about_training(folder: Path, result: Result, now: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a record. A run that is only evaluated again keeps those of its record."""
+    before = read(folder / "record.json")
+    if before is not None and not result.rows:
+        return {key: getattr(before, key) for key in TRAINED}
+    # Without a history, the step says that the environment of the training is unknown.
+    found = environment.history(folder) or [{"step": result.steps} | now]
+    return {"steps": result.steps, "seconds": round(result.seconds, 3)} | environment.summary(found)
+
+
+def _evaluate(
+    ensemble: Ensemble,
+    recipe: Recipe,
+    sets: RunData,
+    folder: Path,
+    options: Options,
+    limit: int | None,
+    facts: dict[str, Any],
+) -> Record:
+    """The record of a trained ensemble; writes record.json, ensemble/ and gallery/."""
+    ensemble.save(folder / "ensemble")
+    test, ood = sets.test[:limit], sets.ood and sets.ood[:limit]
+    title, batch = "" if options.quiet else f"seed {facts['seed']}", options.evaluation_batch
+    Console(stderr=True, quiet=options.quiet).print(
+        f"seed {facts['seed']}: evaluating on {len(test):,} test images"
+        + ("" if ood is None else f", and on {len(ood):,} OOD images of {ood.source}"),
+        highlight=False,
+        soft_wrap=True,
+    )
+    gallery = Gallery(test, sets.test_images)
+    evaluated = evaluate_run(
+        ensemble,
+        test.images,
+        test.targets,
+        ood=None if ood is None else ood.images,
+        batch_size=batch,
+        seed=facts["seed"],
+        title=title,
+        gallery=gallery,
+    )
+    held_out = hold_out(sets.train, recipe.validation)[1]
+    record = Record(
+        recipe=recipe.to_json(),
+        recipe_hash=recipe.hash,
+        weights=saved_checksum(folder / "ensemble"),
+        test_examples=len(test),
+        full_test=len(test) == len(sets.test),
+        checksums=sets.checksums,
+        ood=None if ood is None else OOD[str(recipe.data)],
+        validation=evaluate_errors(ensemble, held_out, batch_size=batch)  # type: ignore[arg-type]
+        if isinstance(held_out, Dataset)
+        else None,
+        **facts,
+        **evaluated,
+    )
+    record.save(folder / "record.json")
+    gallery.write(folder / "gallery")
+    return record
+
+
+def load_data(recipe: Recipe, *, root: str | Path | None = None, cache: str | Path | None = None) -> RunData:
+    """The data of a recipe, preprocessed once and cached."""
+    if recipe.data is None:
+        raise ValueError("recipe.data must name a dataset. Got None. Load the data and call cmcl.fit.")
+    preset = None if recipe.preprocess is None else named("preprocess", recipe.preprocess, PRESETS)
+    train, test = (data.load(recipe.data, split=split, root=root) for split in ("train", "test"))
+    ood = load_ood(recipe.data, root)
+    checksums = {"train": train.checksum, "test": test.checksum}
+    train = train if recipe.subset is None else few(train, recipe.subset)
+    if preset is None:
+        return RunData(train, test, test.images, ood, None, checksums)
+    test_images, fitted_to = test.images, train
+    if recipe.validation:  # the transform must not see the held-out images
+        train = replace(train, units=tuple(identities(train.images)))  # whitened, others may be equal
+        fitted_to = split_validation(train, recipe.validation)[0]
+    transform = fitted(preset(), fitted_to, cache)
+    train, test = (transformed(transform, one, cache) for one in (train, test))
+    ood = ood and transformed(transform, ood, cache)
+    return RunData(train, test, test_images, ood, transform, checksums)
+
+
+def load_ood(name: str | None, root: str | Path | None) -> Dataset | None:
+    """The out-of-distribution test set of figure 2; None, with a warning, if it is not there."""
+    other = OOD.get(name or "")
+    try:
+        return None if other is None else data.load(other, split="test", root=root)
+    except FileNotFoundError as error:
+        warnings.warn(f"figure 2 lacks its out-of-distribution data: {error}", stacklevel=1)
+        return None
+
+
+def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ensemble:
+    """The untrained ensemble: its weights depend on network, members and seed alone."""
+    if recipe.network is None:
+        raise ValueError(
+            "recipe.network must name a network. Got None. Build the ensemble and call cmcl.fit."
+        )
+    network, options = named("network", recipe.network, NETWORKS), recipe.network_options
+    _check_options(recipe.network, options, network)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        ensemble = Ensemble(
+            lambda: network(**options),
+            recipe.members,
+            share_after="stem" if recipe.sharing else None,
+            share_prob=recipe.share_prob,
+        )
+    ensemble.transform = transform
+    return ensemble
+
+
+def _check_options(network: str, options: Mapping[str, Any], build: Callable[..., Any]) -> None:
+    """Raise for misspelt names and values of a wrong type: the text "False" would count as true."""
+    known = inspect.signature(build).parameters
+    for name, value in options.items():
+        if name not in known:
+            hint = nearest(name, list(known))
+            raise ValueError(f"network_options must be options of {network}. Got {name!r}. {hint}")
+        try:
+            TypeAdapter(known[name].annotation).validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise ValueError(f"network_options.{name} must be {reason}. Got {value!r}.") from None
+
+
+def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:
+    """Raise unless the network takes two images of the dataset and predicts its classes."""
+    images, targets = train.images[:2], train.targets
+    shape = " x ".join(map(str, images.shape[1:]))
+    must = f"network {recipe.network} must fit the data {recipe.data}, images of {shape}"
+    hint = "Choose another network, or set network_options (channels, size, classes)."
+    try:
+        with torch.no_grad(), in_eval(ensemble):
+            logits = ensemble(images.float() if images.dtype == torch.uint8 else images)  # (M, N, C, ...)
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(f"{must}. Got a network that refuses them ({first_line(error)}). {hint}") from None
+    if logits.shape[3:] != targets.shape[1:]:
+        wanted, got = ("pixel" if len(s) else "image" for s in (targets.shape[1:], logits.shape[3:]))
+        raise ValueError(f"{must} with a class per {wanted}. Got a network with a class per {got}. {hint}")
+    classes = int(targets[counting(targets, ignored(targets, logits.shape[2]))].max()) + 1
+    if logits.shape[2] < classes:
+        raise ValueError(f"{must} of {classes} classes. Got a network for {logits.shape[2]}. {hint}")
+
+
+def named(field: str, name: str, known: Mapping[str, Any]) -> Any:
+    """What a field of a recipe names."""
+    if name not in known:
+        raise ValueError(f"recipe.{field} must be a known name. Got {name!r}. {nearest(name, list(known))}")
+    return known[name]
+
+
+def _steps(recipe: Recipe, train: Dataset) -> int:
+    examples = len(hold_out(train, recipe.validation)[0])
+    return recipe.total_steps(examples, min(recipe.batch_size, examples))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as part:
+        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
