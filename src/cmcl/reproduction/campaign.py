@@ -174,19 +174,27 @@ def expected_seconds(recipe: Recipe, records: Sequence[Record], device: str) -> 
 
     def similar(record: Record) -> tuple[bool, ...]:
         same = (record.recipe.get(key) == getattr(recipe, key) for key in ("data", "members", "sharing"))
-        return record.recipe_hash == recipe.hash, *same, bool(record.recipe["adversarial"] == recipe.adversarial)
+        return (
+            record.recipe_hash == recipe.hash,
+            *same,
+            bool(record.recipe["adversarial"] == recipe.adversarial),
+        )
 
     ran = [
         r
         for r in records
-        if r.device == device and r.steps and r.recipe["network"] == recipe.network
+        if r.device == device
+        and r.steps
+        and r.recipe["network"] == recipe.network
         and _image_size(r.recipe["data"]) == _image_size(recipe.data)
     ]
     if not ran:
         return None
     closest = max(map(similar, ran))
     times = [r.seconds / r.steps / r.recipe["members"] for r in ran if similar(r) == closest]
-    return median_low(times) * recipe.members * _steps(recipe)  # of two the lower: the other shared the device
+    return (
+        median_low(times) * recipe.members * _steps(recipe)
+    )  # of two the lower: the other shared the device
 
 
 def parse_budget(text: str) -> float:

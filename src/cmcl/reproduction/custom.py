@@ -52,7 +52,7 @@ def record(
     options: Options | None = None,
     ignore_index: int | None = None,
 ) -> Record:
-    """Evaluate a trained ensemble; write record.json and ensemble/ to its run folder, and gallery/ for images.
+    """Evaluate a trained ensemble; write record.json, ensemble/ and, for images, gallery/ to its run folder.
 
     Args:
         folder: the `out` of `fit`; its name becomes the record's.

@@ -1,6 +1,5 @@
 """A run that ends in time: it is asked to stop as by a SIGTERM, saves itself, and can be resumed."""
 
-import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from ..training import Interrupted
 from ..training.interrupt import Interrupt
 
 TIME_OVER = "time over"
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @contextmanager
@@ -42,13 +40,3 @@ def stopping_after(seconds: float | None) -> Iterator[None]:
     finally:
         done.set()
         thread.join()  # or it might ask the next run
-
-
-def parse_budget(text: str) -> float:
-    """Seconds of "90s", "25m", "1.5h" or "1h30m"; of a bare number nobody knows which unit is meant."""
-    parts = re.findall(r"(\d+(?:\.\d+)?)([smh])", text)
-    whole = "".join(number + unit for number, unit in parts) == text
-    seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
-    if not whole or seconds == 0:
-        raise ValueError(f"budget must be a time above 0, such as 90s, 25m or 1h30m. Got {text!r}.")
-    return seconds

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _checks, metrics
 from .._files import replacing
-from ..data.dataset import Dataset, counting, ignored
+from ..data.dataset import Dataset, default_ignore_index, not_ignored
 from ..ensemble import Ensemble
 from ..telling import watched
 
@@ -38,7 +38,7 @@ def evaluate_run(
     title: str = "",
     gallery: "Gallery | None" = None,
 ) -> dict[str, Any]:
-    """The fields of a record that come from predictions: errors in both sharing modes, the rest in "expected".
+    """The fields of a record about predictions: errors in both sharing modes, the rest in mode "expected".
 
     Args:
         ensemble: to evaluate.
@@ -53,7 +53,7 @@ def evaluate_run(
     scores, entropies, start = metrics.Accumulator(curves=True), Entropies(), 0
     for probs in predictions(ensemble, images, batch_size=batch_size, title=title):
         part = targets[start : start + probs.shape[1]]
-        scores.update(probs, part, ignore_index=ignored(targets, probs.shape[2]))
+        scores.update(probs, part, ignore_index=default_ignore_index(targets, probs.shape[2]))
         entropies.update(probs, part)
         if gallery is not None:
             gallery.update(probs, start)
@@ -111,7 +111,7 @@ def accumulated(batches: Iterator[Tensor], targets: Tensor) -> metrics.Accumulat
     scores, start = metrics.Accumulator(), 0
     for probs in batches:
         part = targets[start : start + probs.shape[1]]
-        scores.update(probs, part, ignore_index=ignored(targets, probs.shape[2]))
+        scores.update(probs, part, ignore_index=default_ignore_index(targets, probs.shape[2]))
         start += probs.shape[1]
     return scores
 
@@ -189,7 +189,7 @@ class Candidate(NamedTuple):
     """An image that the gallery may show."""
 
     score: float
-    index: int
+    image: int  # its index
     classes: Tensor  # predicted by each member: (M,), or (M, H, W)
     confidence: Tensor  # (M,), or (M, H, W)
     entropy: Tensor  # (M,)
@@ -224,13 +224,13 @@ class Gallery:
             seen.add(group)
             if group not in self.best or self.best[group].score < scores[i]:
                 self.best[group] = _candidate(float(scores[i]), start + i, probs[:, i], errors[:, i])
-        self.best = {self._group(one.index): one for one in self._chosen()}
+        self.best = {self._group(one.image): one for one in self._chosen()}
 
     def _group(self, index: int) -> Any:
         return self.test.groups[index] if self.dense and self.test.groups else index
 
     def _chosen(self) -> list[Candidate]:
-        return sorted(self.best.values(), key=lambda one: (-one.score, one.index))[: self.size]
+        return sorted(self.best.values(), key=lambda one: (-one.score, one.image))[: self.size]
 
     def write(self, folder: Path) -> None:
         """Write the folder."""
@@ -246,16 +246,16 @@ class Gallery:
     def _disputed(self, folder: Path, one: Candidate) -> dict[str, Any]:
         columns = zip(one.classes.tolist(), one.confidence, one.entropy, strict=True)
         return {
-            "index": one.index,
-            "image": _save(folder / f"{one.index}.png", self.images[one.index]),
-            "target": int(self.test.targets[one.index]),
+            "index": one.image,
+            "image": _save(folder / f"{one.image}.png", self.images[one.image]),
+            "target": int(self.test.targets[one.image]),
             "members": [{"answer": a, "confidence": _round(c), "entropy": _round(h)} for a, c, h in columns],
             "ensemble": {"answer": one.averaged[0], "confidence": round(one.averaged[1], 4)},
             "chosen": int(one.entropy.argmin()),
         }
 
     def _scene(self, folder: Path, one: Candidate) -> dict[str, Any]:
-        i = one.index
+        i = one.image
         return {
             "index": i,
             "image": _save(folder / f"{i}.png", self.images[i]),
@@ -284,14 +284,13 @@ def _candidate(score: float, index: int, probs: Tensor, errors: Tensor) -> Candi
     confidence, classes = probs.max(1)
     average = probs.mean(0)
     averaged = (int(average.argmax()), float(average.max())) if average.ndim == 1 else (0, 0.0)
-    return Candidate(
-        score, index, classes, confidence, metrics.entropy(probs[:, None])[:, 0], errors, averaged
-    )
+    entropy = metrics.entropy(probs[:, None])[:, 0]
+    return Candidate(score, index, classes, confidence, entropy, errors, averaged)
 
 
 def _pixel_errors(probs: Tensor, targets: Tensor) -> Tensor:
     """Fraction of wrong pixels, (M, N)."""
-    counts = counting(targets, ignored(targets, probs.shape[2]))
+    counts = not_ignored(targets, default_ignore_index(targets, probs.shape[2]))
     wrong = (probs.max(2).indices != targets) & counts
     return wrong.flatten(2).sum(2) / counts.flatten(1).sum(1).clamp(min=1)
 
@@ -299,7 +298,8 @@ def _pixel_errors(probs: Tensor, targets: Tensor) -> Tensor:
 def _grey(labels: Tensor, classes: int) -> Tensor:
     """Classes as shades from black to white; ignored pixels in between."""
     shades = (labels.double() * 255 / (classes - 1)).clamp(0, 255)
-    return shades.where(counting(labels, ignored(labels, classes)), 128.0).to(torch.uint8)[None]
+    counts = not_ignored(labels, default_ignore_index(labels, classes))
+    return shades.where(counts, 128.0).to(torch.uint8)[None]
 
 
 def _save(path: Path, image: Tensor) -> str:

@@ -15,12 +15,17 @@ from torch import Tensor
 
 from .. import data
 from .._files import replacing
-from ..data.cache import fitted, transformed
-from ..data.dataset import Dataset, counting, few, identities, ignored, split_validation
-from ..data.files import nearest
-from ..data.preprocess import PRESETS, Transform
+from ..data.dataset import (
+    Dataset,
+    default_ignore_index,
+    identities,
+    not_ignored,
+    split_validation,
+    stratified_subset,
+)
+from ..data.registry import nearest
+from ..data.transforms import PRESETS, Transform, fit_cached, transform_cached
 from ..ensemble import Ensemble
-from ..modes import in_eval
 from ..networks import NETWORKS
 from ..serialization import saved_checksum
 from ..telling import first_line
@@ -29,6 +34,7 @@ from ..training.config import Recipe
 from ..training.locking import locked
 from ..training.setup import hold_out
 from . import environment
+from .deadline import stopping_after
 from .evaluate import Gallery, evaluate_errors, evaluate_run
 from .recipes import OOD, find
 from .record import Record, read
@@ -122,16 +128,17 @@ def _train(
         step = reached(folder)
         if not (finished := step >= _steps(recipe, sets.train)):
             environment.append(folder, step, now)
-    result = fit(
-        ensemble,
-        sets.train,
-        recipe=recipe,
-        seed=seed,
-        test=sets.test[:test_limit] if options.evaluate_every else None,  # `_evaluate` does at the end
-        out=folder,
-        resume=step > 0,
-        options=options,
-    )
+    with stopping_after(options.max_seconds):
+        result = fit(
+            ensemble,
+            sets.train,
+            recipe=recipe,
+            seed=seed,
+            test=sets.test[:test_limit] if options.evaluate_every else None,  # `_evaluate` does at the end
+            out=folder,
+            resume=step > 0,
+            options=options,
+        )
     if finished and result.rows:  # its last checkpoint was damaged: it was trained after all
         environment.append(folder, step, now)
     return ensemble, _about_training(folder, result, now)
@@ -205,16 +212,16 @@ def load_data(recipe: Recipe, *, root: str | Path | None = None, cache: str | Pa
     train, test = (data.load(recipe.data, split=split, root=root) for split in ("train", "test"))
     ood = load_ood(recipe.data, root)
     checksums = {"train": train.checksum, "test": test.checksum}
-    train = train if recipe.subset is None else few(train, recipe.subset)
+    train = train if recipe.subset is None else stratified_subset(train, recipe.subset)
     if preset is None:
         return RunData(train, test, test.images, ood, None, checksums)
     test_images, fitted_to = test.images, train
     if recipe.validation:  # the transform must not see the held-out images
         train = replace(train, units=tuple(identities(train.images)))  # whitened, others may be equal
         fitted_to = split_validation(train, recipe.validation)[0]
-    transform = fitted(preset(), fitted_to, cache)
-    train, test = (transformed(transform, one, cache) for one in (train, test))
-    ood = ood and transformed(transform, ood, cache)
+    transform = fit_cached(preset(), fitted_to, cache)
+    train, test = (transform_cached(transform, one, cache) for one in (train, test))
+    ood = ood and transform_cached(transform, ood, cache)
     return RunData(train, test, test_images, ood, transform, checksums)
 
 
@@ -269,14 +276,15 @@ def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:
     must = f"network {recipe.network} must fit the data {recipe.data}, images of {shape}"
     hint = "Choose another network, or set network_options (channels, size, classes)."
     try:
-        with torch.no_grad(), in_eval(ensemble):
-            logits = ensemble(images.float() if images.dtype == torch.uint8 else images)  # (M, N, C, ...)
+        images = images.float() if images.dtype == torch.uint8 else images
+        (logits,) = ensemble.stream(images, len(images))  # (M, N, C, ...)
     except (RuntimeError, IndexError) as error:
         raise ValueError(f"{must}. Got a network that refuses them ({first_line(error)}). {hint}") from None
     if logits.shape[3:] != targets.shape[1:]:
         wanted, got = ("pixel" if len(s) else "image" for s in (targets.shape[1:], logits.shape[3:]))
         raise ValueError(f"{must} with a class per {wanted}. Got a network with a class per {got}. {hint}")
-    classes = int(targets[counting(targets, ignored(targets, logits.shape[2]))].max()) + 1
+    counts = not_ignored(targets, default_ignore_index(targets, logits.shape[2]))
+    classes = int(targets[counts].max()) + 1
     if logits.shape[2] < classes:
         raise ValueError(f"{must} of {classes} classes. Got a network for {logits.shape[2]}. {hint}")
 

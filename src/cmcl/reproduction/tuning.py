@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._files import replacing
+from ..training import Options
 from ..training.config import Recipe
-
-if TYPE_CHECKING:
-    from ..training import Options
+from .recipes import BETAS, find, grid
+from .record import read
+from .runner import run, run_folder
 
 Score = Callable[[str, Recipe], float]  # trains a candidate and returns its held-out error in percent
 
@@ -85,7 +86,7 @@ def tune(
     eta: int = 3,
     seeds: Sequence[int] = (0,),
     root: str | Path | None = None,
-    options: "Options | None" = None,
+    options: Options | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """The beta and K of a recipe with the lowest held-out top-1 error, found by successive halving.
@@ -107,9 +108,6 @@ def tune(
         options: how runs are carried out.
         say: is told how each candidate did.
     """
-    from .recipes import BETAS, find, grid
-    from .runner import run, run_folder
-
     base, out = find(name) if recipe is None else recipe, Path(out)
     if base.method != "cmcl":
         raise ValueError(
@@ -134,7 +132,7 @@ def tune(
         "beta": candidates[chosen].beta,
         "overlap": candidates[chosen].overlap,
         "held_out": round(rungs[-1].errors[chosen], 6),
-        "run": str(run_folder(out, chosen, candidates[chosen], seeds)),
+        "runs": [str(run_folder(out, chosen, candidates[chosen], seed)) for seed in seeds],
         "test": round(fmean(record.errors["expected"]["top1"] for record in records), 6),
         "seeds": list(seeds),
         "validation": validation,
@@ -149,16 +147,11 @@ def tune(
 
 def _held_out(name: str, recipe: Recipe, seeds: Sequence[int], shared: Mapping[str, Any]) -> float:
     """The mean held-out top-1 error over the seeds, from records where they are there already."""
-    from .record import Record
-    from .runner import run, run_folder
-
-    folder = run_folder(shared["out"], name, recipe, seeds)
-    paths = [folder / ("" if len(seeds) == 1 else f"seed{seed}") / "record.json" for seed in seeds]
-    if all(path.exists() for path in paths):
-        records = [Record.load(path) for path in paths]
-    else:
-        # One test image, because `run` wants some: nobody is to choose by the others, nor to wait for them.
-        records = run(recipe, seeds, name=name, test_limit=1, **shared)
+    records = []
+    for seed in seeds:
+        record = read(run_folder(shared["out"], name, recipe, seed) / "record.json")
+        # One test image, because `run` needs some: the others must not influence the choice.
+        records += [record] if record else run(recipe, (seed,), name=name, test_limit=1, **shared)
     return fmean(record.validation["top1"] for record in records if record.validation)
 
 

@@ -1,4 +1,4 @@
-"""A run of one's own leaves what a named recipe leaves."""
+"""`cmcl.record`: a custom run leaves what a named recipe leaves."""
 
 import json
 import math
@@ -70,13 +70,6 @@ def test_a_pair_of_tensors_and_data_never_seen(trained):
     assert "averaged_ood" in two.entropy
 
 
-def test_the_page_shows_it(trained, tmp_path):
-    folder, ensemble, test, recipe, result = trained
-    cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
-    page = cmcl.report.write([folder], tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "mine" in page
-
-
 def test_a_run_that_was_cut_short_is_not_complete(trained, tmp_path):
     _, ensemble, test, recipe, _ = trained
     planned = changed(recipe, epochs=None, steps=1000)
@@ -90,9 +83,7 @@ def test_a_run_that_was_cut_short_is_not_complete(trained, tmp_path):
 
 def test_what_cannot_be_recorded(trained, tmp_path):
     _, ensemble, test, recipe, result = trained
-    with pytest.raises(
-        TypeError, match="must be one Ensemble. Got list. Of several, record each with its seed"
-    ):
+    with pytest.raises(TypeError, match="must be one Ensemble. Got list"):
         cmcl.record(tmp_path, [ensemble], test, recipe=recipe, result=result)
     ensemble.share_at_test = "off"
     try:
@@ -114,7 +105,7 @@ def test_a_task_is_told_by_all_that_a_partial_holds(tmp_path):
     assert names[1].endswith(" [10] 2.0 {}")
 
 
-def test_a_loop_of_ones_own(tmp_path):
+def test_a_custom_training_loop(tmp_path):
     train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
     ensemble, x, y = cmcl.Ensemble(small, 2), train.images[:64] / 255, train.targets[:64]
     optimizer = torch.optim.SGD(ensemble.parameters(), lr=0.1)
@@ -128,26 +119,22 @@ def test_a_loop_of_ones_own(tmp_path):
     assert "| own |" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
 
 
-def test_curves_of_a_loop_of_ones_own(trained, tmp_path):
-    """What was there of the same epochs goes, that of other seeds and of a stretch before stays."""
+def test_curves_of_a_custom_training_loop(trained, tmp_path):
+    """Rows of the same epochs are replaced, earlier ones stay, those of another seed go."""
     _, ensemble, test, recipe, _ = trained
     path = tmp_path / "mine" / "telemetry.jsonl"
 
-    def told(seed, losses, first=1):
-        rows = [{"epoch": i, "loss": torch.tensor(loss)} for i, loss in enumerate(losses, start=first)]
-        result = cmcl.Result(steps=9, seconds=1.0, seeds=[0, 1], rows=rows)
-        cmcl.record(tmp_path / "mine", ensemble, test, recipe=recipe, result=result, seed=seed)
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        return [[row["loss"] for row in rows if row["seed"] == own] for own in (0, 1)]
+    def losses(values, first=1, seed=0):
+        rows = [{"epoch": i, "loss": torch.tensor(value)} for i, value in enumerate(values, start=first)]
+        result = cmcl.Result(steps=9, seconds=1.0, seeds=[seed], rows=rows)
+        cmcl.record(tmp_path / "mine", ensemble, test, recipe=recipe, result=result)
+        return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
-    assert told(0, (2.0, 1.0, 0.5)) == [[2.0, 1.0, 0.5], []]
-    assert told(1, (4.0, torch.nan)) == [[2.0, 1.0, 0.5], [4.0, None]]
-    assert told(0, (1.5, 0.75)) == [[1.5, 0.75], [4.0, None]]
-    assert told(0, (0.25,), first=2) == [[1.5, 0.25], [4.0, None]]
+    assert losses((2.0, 1.0, torch.nan)) == [2.0, 1.0, None]
+    assert losses((1.5, 0.75)) == [1.5, 0.75]
+    assert losses((0.25,), first=2) == [1.5, 0.25]
     assert "Training curves" in cmcl.report.write([tmp_path], tmp_path / "r.html").read_text()
-    alone = cmcl.Result(steps=9, seconds=1.0, seeds=[7], rows=[{"epoch": 1, "loss": 3.0}])
-    cmcl.record(tmp_path / "mine", ensemble, test, recipe=recipe, result=alone)
-    assert len(path.read_text().splitlines()) == 1, "the folder is that of another run now"
+    assert losses((3.0,), seed=7) == [3.0]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +148,7 @@ def test_rows_that_are_none_are_told_before_the_work(trained, tmp_path, row):
     assert not (tmp_path / "mine").exists()
 
 
-def test_what_a_loop_says_of_itself():
+def test_results_of_a_custom_training_loop():
     told = cmcl.Result(steps=np.int64(5), seconds=torch.tensor(0.5), seeds=np.arange(3, 5))
     assert (told.steps, told.seconds, told.seeds) == (5, 0.5, [3, 4])
     assert [type(value) for value in (told.steps, told.seconds, told.seeds[0])] == [int, float, int]
@@ -203,16 +190,6 @@ class TestWhatIsMeasuredOn:
             cmcl.record(folder, ensemble, test, recipe=recipe, result=result, ood=empty)
 
 
-def test_the_gallery_shows_the_answers_that_are_measured(trained):
-    """Of mode "expected", not of drawn masks."""
-    folder, ensemble, test, recipe, result = trained
-    cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
-    answer = ensemble.predict(test.images)
-    for item in json.loads((folder / "gallery" / "gallery.json").read_text())["items"]:
-        shown = [member["confidence"] for member in item["members"]]
-        assert shown == pytest.approx(answer.member_probs[:, item["index"]].amax(1).tolist(), abs=1e-4)
-
-
 def test_a_task_is_called_the_same_in_every_process(tmp_path):
     class Weights:
         pass
@@ -226,48 +203,16 @@ def test_a_task_is_called_the_same_in_every_process(tmp_path):
     assert "0x" not in runs[0].task
 
 
-class TestSeed:
-    def test_is_that_of_the_training(self, tmp_path):
-        assert recorded(tmp_path / "run", small, "ie", seed=7).seed == 7
-
-    def test_of_numpy(self, trained):
-        folder, ensemble, test, recipe, result = trained
-        made = cmcl.record(folder, ensemble, test, recipe=recipe, result=result, seed=np.int64(0))
-        assert type(made.seed) is int
-
-    def test_another_is_refused(self, trained):
-        folder, ensemble, test, recipe, result = trained
-        given = {"recipe": recipe, "result": result}
-        with pytest.raises(ValueError, match="seed must be that of the training, 0. Got 1."):
-            cmcl.record(folder, ensemble, test, **given, seed=1)
-        several = changed(result, seeds=[3, 4])
-        with pytest.raises(ValueError, match=r"seed must say which of \[3, 4\] .* Got none"):
-            cmcl.record(folder, ensemble, test, recipe=recipe, result=several)
-
-    def test_of_a_run_that_was_finished_before(self, tmp_path):
-        given = {"recipe": cmcl.Recipe(members=2, steps=2, batch_size=16), "seed": 7, "out": tmp_path}
-        train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
-        for resume in (False, True):
-            torch.manual_seed(0)
-            ensemble = cmcl.Ensemble(small, 2)
-            result = cmcl.fit(ensemble, train, **given, resume=resume, options=cmcl.Options(quiet=True))
-            made = cmcl.record(tmp_path, ensemble, test, recipe=given["recipe"], result=result)
-            assert made.seed == 7
-        assert result.rows == [], "nothing was left to train"
-
-    def test_several_have_folders_of_their_own(self, tmp_path):
-        ensembles = [cmcl.Ensemble(small, 2) for _ in range(2)]
-        given = {
-            "recipe": cmcl.Recipe(members=2, steps=2, batch_size=16),
-            "options": cmcl.Options(quiet=True),
-        }
-        train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
-        result = cmcl.fit(ensembles, train, seed=[3, 4], out=tmp_path / "both", **given)
-        for seed, ensemble in zip((3, 4), ensembles, strict=True):
-            made = cmcl.record(tmp_path / "both", ensemble, test, result=result, seed=seed, **given)
-            assert Record.load(tmp_path / "both" / f"seed{seed}" / "record.json") == made
-            assert (made.name, made.seed) == ("both", seed)
-        assert "| n = 2 |" in cmcl.report.write([tmp_path], tmp_path / "r.md", format="md").read_text()
+def test_the_seed_is_that_of_the_training(tmp_path):
+    """Also of a run that was finished before."""
+    given = {"recipe": cmcl.Recipe(members=2, steps=2, batch_size=16), "seed": 7, "out": tmp_path}
+    train, test = (cmcl.data.load("digits", split=split) for split in ("train", "test"))
+    for resume in (False, True):
+        torch.manual_seed(0)
+        ensemble = cmcl.Ensemble(small, 2)
+        result = cmcl.fit(ensemble, train, **given, resume=resume, options=cmcl.Options(quiet=True))
+        assert cmcl.record(tmp_path, ensemble, test, recipe=given["recipe"], result=result).seed == 7
+    assert result.rows == [], "nothing was left to train"
 
 
 class Tagger(nn.Module):

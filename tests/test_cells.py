@@ -1,4 +1,4 @@
-"""The paper's tables and figures as data: complete, consistent, and trained as FACTS say."""
+"""The paper's tables and figures as cells: complete, consistent, and filled by the right records."""
 
 import subprocess
 import sys
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cmcl.reproduction import CELLS, RECIPES, TARGETS, find, grid
-from cmcl.reproduction.cells import select
+from cmcl.reproduction import CELLS, RECIPES, TARGETS, Cell, find, grid
+from cmcl.reproduction.cells import choose, fills, known_checksums, select, summarise
+from report_samples import changed, made_record
 
 BY_ID = {cell.id: cell for cell in CELLS}
 
@@ -143,3 +144,70 @@ def test_listing_needs_no_torch():
     code = "import sys, cmcl.reproduction; sys.exit('torch' in sys.modules)"
     source = str(Path(__file__).parents[1] / "src")
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": source})
+
+
+IE = "digits-ie"
+RECORDS = [made_record(IE, seed, top1=10.0 + 2 * seed, oracle=4.0) for seed in (0, 1)]
+CELL = Cell(f"table0/{IE}", IE, ("table0", "ie"), {"oracle": 1.0, "top1": 2.0})
+
+
+def test_figure_4a_is_complete():
+    found = {(cell.where[2], cell.where[1]): cell.recipe for cell in CELLS if cell.where[0] == "fig4a"}
+    assert set(found) == {(m, way) for m in ("m2", "m5", "m10") for way in ("ie", "ie-sharing", "cmcl")}
+    for (m, method), recipe in found.items():
+        assert (f"m{recipe.members}", recipe.sharing) == (m, method != "ie")
+        assert recipe.objective["overlap"] == (recipe.members if method != "cmcl" else 1 if m == "m2" else 4)
+        same = ("data", "network", "steps", "lr", "milestones", "batch_size", "weight_decay")
+        assert all(getattr(recipe, key) == getattr(find("cifar10-resnet20-cmcl"), key) for key in same)
+
+
+def test_what_fills_a_cell():
+    record = changed(RECORDS[0], ood=None)
+    assert fills(record, CELL)
+    for change in ({"recipe_hash": "0" * 16}, {"full_length": False}, {"full_test": False}):
+        assert not fills(changed(record, **change), CELL), change
+    assert not fills(record, CELL, {"digits": {"train": "x", "test": "y"}})
+    figure2 = changed(CELL, where=("fig2a", "ie"))
+    assert not fills(record, figure2), "figure 2 needs OOD data"
+    assert fills(record, figure2, ood=False)
+    assert fills(changed(record, ood="svhn"), figure2)
+
+
+def test_data_unlike_the_others_do_not_count():
+    stray = changed(RECORDS[0], seed=9, checksums={"train": "x", "test": "y"})
+    assert known_checksums([*RECORDS, stray])["digits"] == RECORDS[0].checksums
+    (summary,) = summarise([CELL], [*RECORDS, stray])
+    assert summary["ours"]["top1"]["n"] == 2
+    assert summary["partial"] == [stray.file_name]
+
+
+def test_summary():
+    two = changed(find(IE), members=2)
+    a, b = (
+        made_record(IE, seed, top1=top1, oracle=4.0, recipe=two, recipe_hash=find(IE).hash, members=members)
+        for seed, top1, members in ((0, 10.0, [10.0, 20.0]), (1, 12.0, [11.0, 13.0]))
+    )
+    both, alone, figure = summarise([CELL, changed(CELL, single=True), changed(CELL, paper=None)], [a, b])
+    assert (both["id"], both["paper"]) == (f"table0/{IE}", {"oracle": 1.0, "top1": 2.0})
+    top1 = {"mean": 11.0, "std": pytest.approx(2**0.5, abs=1e-6), "n": 2}
+    assert both["ours"] == {"oracle": {"mean": 4.0, "std": 0.0, "n": 2}, "picked": top1, "top1": top1}
+    assert alone["ours"]["top1"] == {"mean": 13.5, "std": pytest.approx(4.5**0.5, abs=1e-6), "n": 2}
+    assert alone["ours"]["oracle"] == alone["ours"]["top1"]
+    assert figure["paper"] == {"oracle": None, "top1": None}
+    assert summarise([CELL], [])[0]["ours"] is None
+
+
+def test_choose():
+    def one(name, top1, held_out):
+        validation = None if held_out is None else {"top1": held_out, "picked": 1.0, "oracle": 1.0}
+        return changed(made_record(IE, top1=top1, validation=validation), name=name)
+
+    found = [one("a", 5.0, 8.0), one("a", 5.0, 9.0), one("b", 6.0, 7.0), one("c", 1.0, None)]
+    assert choose(found)["name"] == "b"
+    assert choose(found)["top1"] == {"mean": 7.0, "std": None, "n": 1}
+    on_test = choose(found, on="test")
+    assert (on_test["name"], on_test["chosen_on"]) == ("c", "test")
+    with pytest.raises(ValueError, match="Got none"):
+        choose([])
+    with pytest.raises(ValueError, match="'validation' or 'test'. Got 'train'"):
+        choose(found, on="train")
