@@ -19,7 +19,7 @@ from cmcl.data.dataset import evenly_spaced
 from cmcl.data.registry import DATASETS
 from cmcl.data.transforms import MeanStd
 from cmcl.reproduction import find
-from cmcl.reproduction.run import run, run_folder
+from cmcl.reproduction.runner import run, run_folder
 
 CPU = ("--device", "cpu")
 QUIET = package.Options(device="cpu", quiet=True)
@@ -59,7 +59,7 @@ def trained(tmp_path_factory):
     """A run folder, to be read only."""
     out = tmp_path_factory.mktemp("runs")
     run(TINY, (0,), out=out, name="tiny-cmcl", options=QUIET)
-    return run_folder(out, "tiny-cmcl", TINY, (0,))
+    return run_folder(out, "tiny-cmcl", TINY, 0)
 
 
 @pytest.fixture(scope="module")
@@ -451,7 +451,7 @@ class TestPredict:
         tiny = replace(find("shapes-ie"), members=2, epochs=None, steps=1, batch_size=4, subset=8)
         tiny = replace(tiny, network_options={"filters": [2, 2]})
         run(tiny, (0,), out=tmp_path, name="tiny", options=QUIET)
-        folder = run_folder(tmp_path, "tiny", tiny, (0,))
+        folder = run_folder(tmp_path, "tiny", tiny, 0)
         Image.new("RGB", (40, 24), "red").save(tmp_path / "any.png")
         Image.new("RGB", (24, 40)).save(tmp_path / "other.png")
         (found,) = json.loads(cmcl("predict", folder, tmp_path / "any.png", "--json")[1])

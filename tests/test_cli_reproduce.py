@@ -48,12 +48,14 @@ def test_a_dry_run_lists_cells_with_their_costs(reproduce):
         cell.name for cell in CELLS if cell.where[0] == "table1"
     ]
     assert lines[-1].startswith("5 runs, ")
-    assert re.search(rf" in all, on .*\d threads?{NO_GPU}\.$", lines[-1]), "which device it would be"
+    assert re.search(rf"5 of unknown time, on .*\d threads?{NO_GPU}\.$", lines[-1]), (
+        "which device it would be"
+    )
     code, out, _ = reproduce("table1", "--dry-run", "--json", "--seeds", 2)
     jobs = json.loads(out)
     assert code == 0
-    assert {tuple(job["seeds"]) for job in jobs} == {(0,), (1,)}
-    assert all(job["seconds"] > 0 for job in jobs)
+    assert [job["seed"] for job in jobs] == [0] * 5 + [1] * 5
+    assert all(job["seconds"] is None for job in jobs), "no record of this device"
 
 
 def test_parts(reproduce):
@@ -71,9 +73,9 @@ def test_recipes_by_name(reproduce, tiny):
     assert code == 0
     assert len(json.loads(out)["done"]) == 1
     assert json.loads(reproduce(*words, "--json")[1]) == {"done": [], "left": {}}
-    assert [
-        job["seeds"] for job in json.loads(reproduce(*words, "--dry-run", "--seeds", 2, "--json")[1])
-    ] == [[6]]
+    assert [job["seed"] for job in json.loads(reproduce(*words, "--dry-run", "--seeds", 2, "--json")[1])] == [
+        6
+    ]
 
 
 def test_status_of_every_cell(reproduce):
@@ -116,15 +118,15 @@ def test_a_damaged_record(reproduce, tiny, tmp_path):
     assert json.loads(out)[0]["ours"]["top1"]["n"] == 1, "the other one counts"
     assert err.startswith(f"cmcl: skipped: {damaged}: ")
     assert err.count("\n") == 1
-    assert json.loads(reproduce("table9", "--dry-run", "--seeds", 2, "--json")[1])[0]["seeds"] == [0]
+    assert json.loads(reproduce("table9", "--dry-run", "--seeds", 2, "--json")[1])[0]["seed"] == 0
 
 
-def test_ctrl_c_while_measuring(reproduce, tiny, monkeypatch):
+def test_ctrl_c_while_evaluating(reproduce, tiny, monkeypatch):
     def interrupt(*args, **more):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("cmcl.reproduction.runner.measure", interrupt)
+        patch.setattr("cmcl.reproduction.runner.evaluate_run", interrupt)
         code, _, err = reproduce("table9", "--quiet", "--device", "cpu")
     assert (code, err.count("\n")) == (130, 1)
     assert "the same command resumes it" in err
@@ -133,21 +135,23 @@ def test_ctrl_c_while_measuring(reproduce, tiny, monkeypatch):
 
 def test_what_failed_is_not_called_too_long():
     """One of a minute diverged, and there was no time for one of two hours."""
-    short, long = Job("short", (0,), (), 60.0, 0.0, "GPU"), Job("long", (0,), (), 7200.0, 0.0, "GPU")
-    told = _hint(Report([short, long], left={"short": "Diverged", "long": "no time"}, late=[long]))
-    assert "the shortest is expected to take 2h" in told
+    short, long = Job("short", 0, (), 60.0, 0.0, "GPU"), Job("long", 0, (), 7200.0, 0.0, "GPU")
+    report = Report([short, long], errors={"short seed 0": ValueError("diverged")}, late=[long])
+    assert "the shortest is expected to take 2h" in _hint(report)
+    assert report.left == {"long seed 0": "no time left", "short seed 0": "ValueError: diverged"}
 
 
 def test_time_over(reproduce, tiny, monkeypatch):
+    assert reproduce("table9", "--quiet", "--device", "cpu")[0] == 0  # its time per step is known then
     monkeypatch.setitem(RECIPES, "tiny-ie", replace(TINY, steps=10**6))
     code, out, err = reproduce("table9", "--quiet", "--budget", "1s", "--device", "cpu")
     assert code == 3
-    assert "expected to take" in out
+    assert "no time left" in out
     assert "the shortest is expected to take " in err
     assert "--unfinished" in err
     code, out, err = reproduce("table9", "--quiet", "--budget", "1s", "--unfinished", "--device", "cpu")
     assert code == 3
-    assert "tiny-ie seed 0: time over at step" in out
+    assert "tiny-ie seed 0: started, expected to take" in out
     assert err.endswith("cmcl: time is over: the same command resumes it.\n")
     assert "resume=True" not in out + err
     assert json.loads(reproduce("table9", "--dry-run", "--json")[1])[0]["done"] > 0

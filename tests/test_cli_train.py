@@ -132,7 +132,7 @@ def test_a_signal(tmp_path):
     assert "SIGINT at step" in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("moment", ["cmcl.reproduction.run.fit", "cmcl.reproduction.run.measure"])
+@pytest.mark.parametrize("moment", ["cmcl.reproduction.runner.fit", "cmcl.reproduction.runner.evaluate_run"])
 def test_ctrl_c_outside_of_the_loop(train, monkeypatch, moment):
     """Before the first step, and after the last."""
 

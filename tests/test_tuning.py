@@ -149,7 +149,7 @@ def test_a_recipe_changed_and_what_to_do_next(tiny, tmp_path, cmcl, monkeypatch)
     assert words[0] == "cmcl"
     code, out, _ = cmcl(*words[1:], "--json", "--quiet")
     assert code == 0
-    trained = json.loads((Path(json.loads(out)["run"]) / "recipe.json").read_text())
+    trained = json.loads((Path(json.loads(out)[0]["run"]) / "recipe.json").read_text())
     assert trained == searched | {"validation": 0.0}
 
 
@@ -175,7 +175,7 @@ def tune_command(cmcl, out, *settings):
         ("validation=0", "Got validation. Use --validation."),
         ("epoch=3", "Recipe has no field 'epoch'. Did you mean 'epochs'?"),
         ("method=ie", "recipe must be a CMCL one"),
-        ("data=arrays", "data must be a set that is on disk or needs no file. Got arrays"),
+        ("data=arrays", "data must be a dataset that can be loaded by name. Got arrays"),
     ],
 )
 def test_what_cannot_be_set(cmcl, tmp_path, setting, message):

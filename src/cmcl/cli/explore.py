@@ -83,7 +83,7 @@ def run_demo(
     Returns `top1`, `oracle` and `ece` in percent for each method, and `report`, the path of the page or None.
     Runs that `out` already holds are not trained again.
     """
-    from ..reproduction.run import run
+    from ..reproduction.runner import run
     from ..training import Options
 
     found: dict[str, Any] = {}

@@ -120,20 +120,20 @@ def _part(text: str) -> tuple[int, int]:
 
 def _exit_code(report: "Report") -> int:
     """0: all is there. 3: the time was over. 1: a run failed. Missing data alone is the user's mistake."""
-    missing = [r for r in report.left.values() if r.startswith("FileNotFoundError: ")]
+    missing = [error for error in report.errors.values() if isinstance(error, FileNotFoundError)]
     if missing and len(missing) == len(report.left) and not report.records:
-        raise FileNotFoundError(missing[0].removeprefix("FileNotFoundError: "))
+        raise missing[0]
     return common.TIME_OVER if report.late else common.FAILED if report.left else 0
 
 
 def _hint(report: "Report") -> str:
     """How to continue; the same command would do nothing if no run is short enough for the budget."""
-    if report.moved:
+    if report.progressed:
         return f"time is over: {common.SAME_COMMAND}."
-    shortest = min(report.late, key=lambda job: job.seconds)
+    seconds = min(job.seconds or 0.0 for job in report.late)
     return (
-        f"no run was started: the shortest is expected to take {_duration(shortest.seconds)} on "
-        f"{shortest.device}. Pass a longer --budget, or --unfinished to start runs that need several."
+        f"no run was started: the shortest is expected to take {_duration(seconds)} on "
+        f"{report.late[0].device}. Pass a longer --budget, or --unfinished to start runs that need several."
     )
 
 
@@ -168,23 +168,27 @@ def _print_plan(jobs: "Sequence[Job]", as_json: bool) -> None:
     import torch
 
     if as_json:
-        keys = ("name", "seeds", "cells", "seconds", "done", "device")
+        keys = ("name", "seed", "cells", "seconds", "done", "device")
         common.print_json([{key: getattr(job, key) for key in keys} for job in jobs])
         return
     rows = [
         (
             job.name,
-            ",".join(map(str, job.seeds)),
+            job.seed,
             ", ".join(dict.fromkeys(cell.split("/")[0] for cell in job.cells)),
-            _duration(job.seconds),
+            "unknown" if job.seconds is None else _duration(job.seconds),
             f"{job.done:.0%}" if job.done else None,
         )
         for job in jobs
     ]
-    common.print_table(("recipe", "seeds", "for", ">expected", ">done"), rows)
-    total = _duration(sum(job.seconds for job in jobs))
+    common.print_table(("recipe", ">seed", "for", ">expected", ">done"), rows)
+    known = [job.seconds for job in jobs if job.seconds is not None]
+    unknown = len(jobs) - len(known)
+    total = ", ".join(
+        [f"{_duration(sum(known))} in all"] * bool(known) + [f"{unknown} of unknown time"] * bool(unknown)
+    )
     where = f"{jobs[0].device}{'' if torch.cuda.is_available() else ' (no GPU was found)'}" if jobs else ""
-    common.say(f"\n{len(jobs)} runs, {total} in all, on {where}." if jobs else "Nothing is missing.")
+    common.say(f"\n{len(jobs)} runs, {total}, on {where}." if jobs else "Nothing is missing.")
 
 
 def _duration(seconds: float) -> str:

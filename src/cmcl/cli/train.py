@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -75,13 +76,13 @@ def train(
     changes |= common.parse_pairs(setting, "--set")
     changed = [changed_recipe(recipe, changes) for recipe in dict.fromkeys(recipes)]
     with common.stoppable(RESUME):
-        from ..reproduction.deadline import parse_budget, stopping_after
-        from ..reproduction.run import run, run_folder
+        from ..reproduction.campaign import parse_budget
+        from ..reproduction.runner import ending_at, run, run_folder
         from ..training import Diverged
 
-        seconds = None if budget is None else parse_budget(budget)
+        end = None if budget is None else time.monotonic() + parse_budget(budget)
         jobs = [
-            Job(name, recipe, s, run_folder(out, name, recipe, [s]))
+            Job(name, recipe, s, run_folder(out, name, recipe, s))
             for name, recipe in changed
             for s in common.seed_range(seed, seeds)
         ]
@@ -97,22 +98,21 @@ def train(
         for _, recipe in changed:
             _warn_of_absent_classes(recipe)
         done: list[tuple[Job, Record]] = []
-        with stopping_after(seconds):
-            for job in jobs:
-                try:
-                    (record,) = run(
-                        job.recipe,
-                        [job.seed],
-                        name=job.name,
-                        out=out,
-                        results=results,
-                        root=root,
-                        options=options,
-                        test_limit=limit,
-                    )
-                    done.append((job, record))
-                except Diverged as error:  # the others may still succeed
-                    common.note(f"{job.folder.name}: {error}")
+        for job in jobs:
+            try:
+                (record,) = run(
+                    job.recipe,
+                    [job.seed],
+                    name=job.name,
+                    out=out,
+                    results=results,
+                    root=root,
+                    options=ending_at(end, options),
+                    test_limit=limit,
+                )
+                done.append((job, record))
+            except Diverged as error:  # the others may still succeed
+                common.note(f"{job.folder.name}: {error}")
     if done:
         _show(done, as_json)
     if len(done) < len(jobs):
@@ -169,7 +169,7 @@ def _words(key: str, value: Any, before: Any) -> list[str]:
 
 def _check_new(jobs: Sequence[Job]) -> None:
     """Raise if a folder already holds this run."""
-    from ..reproduction.run import reached
+    from ..reproduction.runner import reached
 
     for job in jobs:
         if (job.folder / "record.json").exists():
@@ -200,7 +200,7 @@ def _check_resumable(jobs: Sequence[Job], out: Path) -> None:
 def _check_unrecorded(jobs: Sequence[Job], results: Path) -> None:
     """Raise if another run is recorded under the same name: nobody may choose between the two."""
     from ..reproduction.record import file_name, read
-    from ..reproduction.run import same_training
+    from ..reproduction.runner import same_training
 
     for job in jobs:
         path = results / "records" / file_name(job.name, job.recipe.hash, job.seed)
@@ -324,7 +324,7 @@ def tune(
         (">beta", ">K", *(f">{length}" for length in lengths)), _candidates(result), title=title
     )
     common.say(f"\nchosen: beta {result['beta']:g}, K {result['overlap']}; test error {result['test']:.2f} %")
-    common.say(f"trained without the {validation:.0%} held out: {result['run']}")
+    common.say(f"trained without the {validation:.0%} held out: {', '.join(result['runs'])}")
     given = {"--root": root, "--out": out, "--seeds": seeds, "--device": device, "--precision": precision}
     options = [word for key, value in given.items() if value != USUAL[key] for word in (key, str(value))]
     chosen = ["--beta", f"{result['beta']:.15g}", "--overlap", str(result["overlap"])]

@@ -7,7 +7,7 @@ repeated, interrupted ones are resumed.
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -24,7 +24,7 @@ from .cells import Cell, fills, known_checksums
 from .environment import device_name
 from .recipes import find
 from .record import Record, load_records
-from .runner import load_ood, reached, run, run_folder
+from .runner import ending_at, load_ood, reached, run, run_folder
 
 MORE_SEEDS = ("more seeds",)
 ORDER = (  # words of a cell's `where`; seed 0 of each, then the other seeds of the most important cells
@@ -103,7 +103,8 @@ def campaign(
         options: how the runs are carried out.
         say: called with a line of text for each run.
     """
-    options, end = options or Options(), time.monotonic() + (budget_seconds or float("inf"))
+    options = options or Options()
+    end = None if budget_seconds is None else time.monotonic() + budget_seconds
     places: dict[str, Any] = {"results": results, "runs": runs, "root": root}
     report = Report(plan(cells, seeds=seeds, **places, shard=shard, options=options))
     for job in [] if dry_run else report.jobs:
@@ -111,15 +112,15 @@ def campaign(
         if job.seed in _seeds_done(own, load_records(results), root):  # another process trained it meanwhile
             say(f"{job.label}: has its record by now")
             continue
-        left = end - time.monotonic()
+        left = float("inf") if end is None else end - time.monotonic()
         if left <= 0 or ((job.seconds or 0) > left and not unfinished):
             report.late.append(job)
             continue
         say(f"{job.label}: started" + (f", expected to take {job.seconds:.0f} s" if job.seconds else ""))
-        limited = options if budget_seconds is None else replace(options, max_seconds=left)
+        how = ending_at(end, options)
         try:
             (record,) = run(
-                job.name, (job.seed,), out=runs, results=results, root=root, cache=cache, options=limited
+                job.name, (job.seed,), out=runs, results=results, root=root, cache=cache, options=how
             )
         except Interrupted:
             report.progressed = True
@@ -173,12 +174,9 @@ def expected_seconds(recipe: Recipe, records: Sequence[Record], device: str) -> 
     """
 
     def similar(record: Record) -> tuple[bool, ...]:
-        same = (record.recipe.get(key) == getattr(recipe, key) for key in ("data", "members", "sharing"))
-        return (
-            record.recipe_hash == recipe.hash,
-            *same,
-            bool(record.recipe["adversarial"] == recipe.adversarial),
-        )
+        keys = ("adversarial", "sharing", "data", "members", "method")
+        same = (record.recipe.get(key) == getattr(recipe, key) for key in keys)
+        return record.recipe_hash == recipe.hash, *same
 
     ran = [
         r
@@ -192,9 +190,8 @@ def expected_seconds(recipe: Recipe, records: Sequence[Record], device: str) -> 
         return None
     closest = max(map(similar, ran))
     times = [r.seconds / r.steps / r.recipe["members"] for r in ran if similar(r) == closest]
-    return (
-        median_low(times) * recipe.members * _steps(recipe)
-    )  # of two the lower: the other shared the device
+    # of two the lower: the other may have shared the device
+    return float(median_low(times) * recipe.members * _steps(recipe))
 
 
 def parse_budget(text: str) -> float:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,18 +88,24 @@ def run(
     recipe = find(recipe) if isinstance(recipe, str) else recipe
     recipe = recipe if steps is None else replace(recipe, steps=steps, epochs=None)
     options = options or Options()
+    end = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     environment.current(options)  # raises before the data are loaded
     sets = load_data(recipe, root=root, cache=cache)
     records = []
     for seed in seeds:
         folder = run_folder(out, name, recipe, seed)
-        ensemble, trained = _train(recipe, seed, sets, folder, options, test_limit)
+        ensemble, trained = _train(recipe, seed, sets, folder, ending_at(end, options), test_limit)
         facts = {"name": name, "seed": seed, "full_length": steps is None}
         record = _evaluate(ensemble, recipe, sets, folder, options, test_limit, facts | trained)
         if results is not None:
             record.save(Path(results) / "records" / record.file_name)
         records.append(record)
     return records
+
+
+def ending_at(end: float | None, options: Options) -> Options:
+    """Options of a run that saves itself and stops at this time of `time.monotonic`; None: at its end."""
+    return options if end is None else replace(options, max_seconds=max(end - time.monotonic(), 1e-3))
 
 
 def run_folder(out: str | Path, name: str, recipe: Recipe, seed: int) -> Path:
