@@ -13,6 +13,7 @@ from PIL import Image
 from scipy.io import savemat
 
 import cmcl as package
+from cmcl import calibration
 from cmcl.calibration import Threshold, uncertainty
 from cmcl.cli.loading import align_classes, data_of, search_root
 from cmcl.data.dataset import evenly_spaced
@@ -21,6 +22,8 @@ from cmcl.data.transforms import MeanStd
 from cmcl.reproduction import find
 from cmcl.reproduction.runner import run, run_folder
 
+# hardly trained ensembles have no best temperature
+pytestmark = pytest.mark.filterwarnings("ignore:the temperature")
 CPU = ("--device", "cpu")
 QUIET = package.Options(device="cpu", quiet=True)
 DIGITS = find("digits-cmcl")
@@ -29,7 +32,7 @@ TINY = replace(
     members=3,
     overlap=2,
     epochs=None,
-    steps=2,
+    steps=60,
     network_options=dict(DIGITS.network_options) | {"filters": [2, 4]},
 )
 MODULE = """
@@ -193,7 +196,7 @@ class TestEvaluate:
         code, out, _ = cmcl("evaluate", trained, other, "--limit", 50)
         lines = [line.split() for line in out.splitlines()]
         assert code == 0
-        assert out.splitlines()[0] == "digits: 50 of 359 test images, errors and ECE in %"
+        assert out.splitlines()[0] == "digits: 50 test images, errors and ECE in %"
         assert [line[0] for line in lines[2:]] == [trained.name, other.name, "mean"], "seeds of one recipe"
         assert lines[2][1:] == lines[3][1:] == lines[4][1:]
         shutil.move(other, tmp_path / "another")
@@ -303,11 +306,9 @@ class TestClasses:
         wrong = package.load(trained / "ensemble").predict(part.images).probs.argmax(1) != part.targets
         half = len(part) // 2
         assert code == 0
-        assert json.loads(out)["tested"] == {
-            "examples": half,
-            "predicted": half,
-            "errors": int(wrong[1::2].sum()),
-        }
+        tested = json.loads(out)["tested"]
+        counts = {"examples": half, "predicted": half, "errors": int(wrong[1::2].sum())}
+        assert counts == {key: tested[key] for key in counts}
 
     @pytest.mark.parametrize("command", ["evaluate", "calibrate"])
     def test_an_unknown_name(self, cmcl, trained, images, command):
@@ -464,7 +465,8 @@ class TestPredict:
         assert code == 1
         assert "background" in out
         assert "other.png must be 24 x 40 pixels (height x width). Got 40 x 24." in err
-        made = Threshold(0.25, "confidence", 0.01, 0.95, 1000, 500, 1, 0.009)
+        counts = {"examples": 1000, "predicted": 500, "errors": 1, "bound": 0.009}
+        made = Threshold(value=0.25, score="confidence", risk=0.01, confidence=0.95, **counts)
         (tmp_path / "t.json").write_text(json.dumps(made.to_json()))
         code, _, err = cmcl("predict", folder, tmp_path / "any.png", "--threshold", tmp_path / "t.json")
         assert code == 2
@@ -500,6 +502,19 @@ class TestThreshold:
         printed = tmp_path / "printed.json"  # as `cmcl calibrate --json > printed.json` leaves it
         printed.write_text(json.dumps({"threshold": json.loads(path.read_text()), "tested": {}}))
         assert cmcl("predict", trained, *images, "--threshold", printed, "--json")[1] == out
+
+    def test_temperature(self, cmcl, trained):
+        """Fitted on every second image, measured on the others."""
+        _, out, _ = cmcl("calibrate", trained, "--risk", 0.99, *CPU, "--json")
+        found, test = json.loads(out), package.data.load("digits", split="test")
+        probs = package.load(trained / "ensemble").predict(test.images).member_probs
+        expected = calibration.fit_temperature(probs[:, ::2], test.targets[::2])
+        assert found["temperature"] == pytest.approx(expected, rel=1e-3)
+        scaled = calibration.apply_temperature(probs[:, 1::2], expected)[None]
+        for key, values in (("ece", probs[:, 1::2]), ("scaled_ece", scaled)):
+            ece = 100 * package.metrics.ece(values, test.targets[1::2])
+            assert found["tested"][key] == pytest.approx(ece, abs=0.05), key
+        assert "after temperature scaling" in cmcl("calibrate", trained, "--risk", 0.99, *CPU)[1]
 
     def test_none_reaches_the_risk(self, cmcl, trained, images, tmp_path):
         """`calibrate` fails, and `predict` says why it abstains on everything."""

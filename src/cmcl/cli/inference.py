@@ -13,7 +13,16 @@ from typer import Argument, Option
 
 from .._files import read_json, replacing
 from ..data.registry import DATASETS
-from . import common, loading
+from . import common
+from .loading import (
+    check_takes,
+    data_of,
+    ensemble_folder,
+    label_of,
+    load_ensemble,
+    load_ood,
+    load_test,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,38 +73,31 @@ def evaluate(
     if ood is None and (ood_root or ood_option):
         raise ValueError("--ood must name the dataset of --ood-root and --ood-option. Got none.")
     device = common.check_device(device)
-    outside = None if ood is None else evenly_spaced(loading.load_ood(ood, ood_root, root, ood_option), limit)
-    loaded: dict[str | None, Dataset] = {}
+    outside = None if ood is None else evenly_spaced(load_ood(ood, ood_root, root, ood_option), limit)
     results: list[dict[str, Any]] = []
     for run in runs:
-        folder = loading.ensemble_folder(run)
-        label, name = loading.label_of(folder), data or loading.data_of(folder)
-        if name not in loaded:
-            loaded[name] = loading.load_test(folder, name, root, option)
-        test = evenly_spaced(loaded[name], limit)
-        ensemble = loading.load_ensemble(folder, root=root, device=device, network=network, logits=logits)
-        loading.check_takes(ensemble, test, "--data")
+        folder = ensemble_folder(run)
+        ensemble = load_ensemble(folder, root=root, device=device, network=network, logits=logits)
+        test = load_test(folder, ensemble, data, root, option, limit)
         if outside is not None:
-            loading.check_takes(ensemble, outside, "--ood")
-        test = loading.align_classes(ensemble, test)
-        about = {"run": str(run), "name": label, "data": name, "examples": len(test), "ood": ood}
-        results.append(about | _measure(ensemble, test, outside, batch_size))
+            check_takes(ensemble, outside, "--ood")
+        about = {"run": str(run), "name": label_of(folder), "data": data or data_of(folder), "ood": ood}
+        results.append(about | {"examples": len(test)} | _measure(ensemble, test, outside, batch_size))
     if as_json:
         common.print_json(results)
         return
-    for name, whole in loaded.items():
-        _print_scores([result for result in results if result["data"] == name], len(whole))
+    for name in dict.fromkeys(result["data"] for result in results):
+        _print_scores([result for result in results if result["data"] == name])
 
 
-def _print_scores(results: list[dict[str, Any]], available: int) -> None:
+def _print_scores(results: list[dict[str, Any]]) -> None:
     """The ensembles evaluated on one dataset; seeds of one recipe have a mean."""
     first, keys = results[0], [key for key in COLUMNS if key in results[0]]
-    of_all = f" of {available:,}" if first["examples"] < available else ""
-    title = f"{first['data']}: {first['examples']:,}{of_all} test images, errors and ECE in %"
+    title = f"{first['data']}: {first['examples']:,} test images, errors and ECE in %"
+    title += f", OOD: {first['ood']}" if first["ood"] else ""
     rows = [[result["name"], *(common.number(result[key]) for key in keys)] for result in results]
     if len(rows) > 1 and len({result["name"].rpartition("--seed")[0] for result in results}) == 1:
         rows.append(["mean", *(common.number(fmean(result[key] for result in results)) for key in keys)])
-    title += f", OOD: {first['ood']}" if first["ood"] else ""
     common.print_table(("ensemble", *(COLUMNS[key] for key in keys)), rows, title=title)
 
 
@@ -139,42 +141,46 @@ def calibrate(
     device: common.Device = "auto",
     as_json: common.AsJson = False,
 ) -> None:
-    """Find when to abstain, for a given error rate.
+    """Fit the temperature, and when to abstain for a given error rate.
 
-    Fits a threshold on every second test image and tests it on the others. With the given confidence, at most
-    the given fraction of the predictions made is wrong. This holds for new images from the same distribution,
-    if risk, confidence and score are chosen beforehand. Exit code 1: no threshold reaches the risk.
+    Fits both on every second test image and tests them on the others. With the given confidence, at most the
+    given fraction of the predictions made is wrong. This holds for new images from the same distribution, if
+    risk, confidence and score are chosen beforehand. Exit code 1: no threshold reaches the risk.
     """
-    from ..calibration import ABSTAIN, check_guarantee, decide, fit_threshold
-    from ..data.dataset import evenly_spaced
+    from .. import calibration, metrics
     from ..serialization import saved_checksum
 
-    check_guarantee(risk, confidence, score)
+    calibration.check_guarantee(risk, confidence, score)
     common.check_writable(out, "--out")
-    folder, device = loading.ensemble_folder(run), common.check_device(device)
-    test = evenly_spaced(loading.load_test(folder, data, root, option), limit)
-    ensemble = loading.load_ensemble(folder, root=root, device=device, network=network, logits=logits)
-    loading.check_takes(ensemble, test, "--data")
-    test = loading.align_classes(ensemble, test)
-    probs = ensemble.predict(test.images, batch_size=BATCH).member_probs
-    threshold = fit_threshold(probs[:, ::2], test.targets[::2], risk=risk, confidence=confidence, score=score)
+    folder = ensemble_folder(run)
+    device = common.check_device(device)
+    ensemble = load_ensemble(folder, root=root, device=device, network=network, logits=logits)
+    test = load_test(folder, ensemble, data, root, option, limit)
+    probs = ensemble.predict(test.images, batch_size=BATCH).member_probs.cpu()
+    held_out, other, truth = probs[:, ::2], probs[:, 1::2], test.targets[1::2]
+    threshold = calibration.fit_threshold(
+        held_out, test.targets[::2], risk=risk, confidence=confidence, score=score
+    )
     threshold = threshold.model_copy(update={"weights": saved_checksum(folder)})
-    predictions, truth = decide(probs[:, 1::2], threshold), test.targets[1::2]
-    made = predictions != ABSTAIN
-    tested = {
-        "examples": len(truth),
-        "predicted": int(made.sum()),
-        "errors": int((predictions[made] != truth[made]).sum()),
+    temperature = calibration.fit_temperature(held_out, test.targets[::2])
+    scaled = calibration.apply_temperature(other, temperature)[None]
+    predictions = calibration.decide(other, threshold)
+    made = predictions != calibration.ABSTAIN
+    found: dict[str, Any] = {
+        "temperature": temperature,
+        "threshold": threshold.to_json(),
+        "tested": {
+            "examples": len(truth),
+            "predicted": int(made.sum()),
+            "errors": int((predictions[made] != truth[made]).sum()),
+            "ece": metrics.percent(metrics.ece(other, truth)),
+            "scaled_ece": metrics.percent(metrics.ece(scaled, truth)),
+        },
     }
     if as_json:
-        common.print_json({"threshold": threshold.to_json(), "tested": tested})
+        common.print_json(found)
     else:
-        common.say(f"{threshold}.")
-        coverage = tested["predicted"] / tested["examples"]
-        common.say(
-            f"On {tested['examples']:,} other images: coverage {coverage:.1%}, {tested['errors']} of "
-            f"{tested['predicted']:,} predictions wrong."
-        )
+        common.say(f"temperature {temperature:.3g}\nthreshold: {threshold}.\n{_tested(**found['tested'])}")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as part:
@@ -182,6 +188,13 @@ def calibrate(
     if not threshold.reached:
         common.note(f"no threshold reaches a risk of {risk:g}: the ensemble would abstain on every image.")
         raise typer.Exit(common.FAILED)
+
+
+def _tested(examples: int, predicted: int, errors: int, ece: float, scaled_ece: float) -> str:
+    return (
+        f"On {examples:,} other images: coverage {predicted / examples:.1%}, {errors} of {predicted:,} "
+        f"predictions wrong; ECE {ece:.2f} %, after temperature scaling {scaled_ece:.2f} %."
+    )
 
 
 def export(
@@ -205,9 +218,9 @@ def export(
 
     format = _format(out, format)
     common.check_writable(out, "--out")
-    folder = loading.ensemble_folder(run)
-    inputs = _read_inputs(example) if example else _test_images(folder, root, limit)
-    ensemble = loading.load_ensemble(folder, root=root, network=network, logits=logits)
+    folder = ensemble_folder(run)
+    inputs = _example(example, folder, root, limit)
+    ensemble = load_ensemble(folder, root=root, network=network, logits=logits)
     done = write(ensemble, out, inputs, format=format, checksum=saved_checksum(folder))
     if as_json:
         common.print_json(done._asdict() | {"path": str(done.path)})
@@ -220,32 +233,24 @@ def export(
 
 def _format(out: Path, format: str | None) -> str:
     by_suffix = SUFFIXES.get(out.suffix)
-    if format is None and by_suffix is None:
-        raise ValueError(
-            f"--out must end in .onnx or .pt2, or --format must name the format. Got {out.name!r}."
-        )
-    if format is not None and by_suffix not in (None, format):
-        raise ValueError(
-            f"--out must have the suffix of --format {format}. Got {out.name!r}, a name for {by_suffix}."
-        )
+    if (format or by_suffix) is None:
+        raise ValueError(f"--out must end in .onnx or .pt2, or pass --format. Got {out.name!r}.")
+    if None not in (format, by_suffix) and format != by_suffix:
+        raise ValueError(f"--out must have the suffix of --format {format}. Got {out.name!r} ({by_suffix}).")
     return format or str(by_suffix)
 
 
-def _test_images(folder: Path, root: Path | None, count: int) -> "Tensor":
-    from ..data import load
-
-    name = loading.data_of(folder)
-    if name is None:
-        raise ValueError(
-            f"--example must name a .npy file: {folder} does not record its training data. Got none."
-        )
-    return load(name, split="test", root=root)[:count].images
-
-
-def _read_inputs(path: Path) -> "Tensor":
+def _example(path: Path | None, folder: Path, root: Path | None, count: int) -> "Tensor":
+    """The inputs of --example, or test images."""
     import numpy as np
     import torch
 
+    from ..data import load
+
+    if path is None and (name := data_of(folder)):
+        return load(name, split="test", root=root)[:count].images
+    if path is None:
+        raise ValueError(f"--example must name a .npy file: {folder} has no record of its data. Got none.")
     try:
         return torch.from_numpy(np.load(path, allow_pickle=False))
     except (ValueError, EOFError, TypeError) as error:
@@ -268,12 +273,12 @@ def predict(
     Shows the predictions of the ensemble and of each member, with confidence and entropy, and the most
     confident member.
     """
-    paths, folder = _image_paths(images), loading.ensemble_folder(run)
+    paths, folder = _image_paths(images), ensemble_folder(run)
     abstain = None if threshold is None else _read_threshold(threshold, folder)
-    ensemble = loading.load_ensemble(
+    ensemble = load_ensemble(
         folder, root=root, device=common.check_device(device), network=network, logits=logits
     )
-    pixels, failed = _read_images(paths, ensemble, loading.data_of(folder), resize)
+    pixels, failed = _read_images(paths, ensemble, data_of(folder), resize)
     predicted = _predict(ensemble, pixels, run, abstain) if pixels else {}
     if as_json:
         common.print_json(

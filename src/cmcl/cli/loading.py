@@ -106,15 +106,24 @@ def search_root(read: Callable[[Path], Found], root: Path | None, what: str) -> 
             raise FileNotFoundError(f"{what} must be in {root} or {default}. Got neither: {error}") from None
 
 
-def load_test(folder: Path, data: str | None, root: Path | None, options: Sequence[str] | None) -> "Dataset":
-    """The test split of --data, or of the dataset that the ensemble was trained on."""
+def load_test(
+    folder: Path,
+    ensemble: "Ensemble",
+    data: str | None,
+    root: Path | None,
+    options: Sequence[str] | None,
+    limit: int | None,
+) -> "Dataset":
+    """The test split of --data or of the training data, with labels as the ensemble numbers them."""
+    from ..data.dataset import evenly_spaced
+
     name, values = data or data_of(folder), common.parse_pairs(options, "--option")
     if name is None:
-        raise ValueError(
-            f"--data must name the test data: {folder} does not record its training data. Got none."
-        )
+        raise ValueError(f"--data must name the test data: {folder} has no record of its data. Got none.")
     check_loadable(name, "--data", "cmcl.evaluate or cmcl.calibration")
-    return _load(name, root, values)
+    test = evenly_spaced(_load(name, root, values), limit)
+    check_takes(ensemble, test, "--data")
+    return align_classes(ensemble, test)
 
 
 def load_ood(name: str, own_root: Path | None, root: Path | None, options: Sequence[str] | None) -> "Dataset":
