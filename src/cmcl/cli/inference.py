@@ -141,7 +141,7 @@ def calibrate(
     device: common.Device = "auto",
     as_json: common.AsJson = False,
 ) -> None:
-    """Fit the temperature, and when to abstain for a given error rate.
+    """Fit the temperature and a threshold to abstain by.
 
     Fits both on every second test image and tests them on the others. With the given confidence, at most the
     given fraction of the predictions made is wrong. This holds for new images from the same distribution, if
