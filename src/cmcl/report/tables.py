@@ -6,7 +6,7 @@ from typing import Any
 
 from ..data.registry import DATASETS
 from ..networks import NETWORKS
-from ..reproduction.cells import ABSTRACT, CELLS, TARGETS, Cell, Evidence, Records
+from ..reproduction.cells import ABSTRACT, BESIDE, CELLS, SETTINGS, TARGETS, Cell, Evidence, Records
 from ..reproduction.claims import Comparison
 from ..reproduction.record import Record, distinct, spread
 from ..reproduction.significance import LEVEL, significant
@@ -91,24 +91,36 @@ def paper_table(name: str, records: Records) -> Table:
         rows.append([*row, _count(found, cell)])
     caption = f"Table {name.removeprefix('table')}. {TARGETS[name]['caption']}"
     source = origin(record for cell in cells for record in found.standing(cell.id))
-    return Table(name, caption, [*columns, Column("n")], rows, legend(rows), source, keys=len(heads[name]))
+    note = " ".join(filter(None, (SETTINGS.get(name), legend(rows))))
+    return Table(name, caption, [*columns, Column("n")], rows, note, source, keys=len(heads[name]))
 
 
 def headline_table(records: Records) -> Table:
-    """The numbers of the paper's abstract."""
+    """The numbers of the paper's abstract, and those of the small CNN beside them."""
     found = Evidence.of(records)
     datasets = list(dict.fromkeys(cell.where[-1] for cell in ABSTRACT))
-    columns = names("Method")
+    columns = names("Network", "Method")
     columns += [Column(w, f"{dataset_title(data)}, %") for data in datasets for w in ("paper", "ours", "n")]
     rows = []
     for method in METHODS:
-        row = [Value(METHODS[method])]
-        for cell in (c for data in datasets for c in ABSTRACT if c.where[2:] == (method, data)):
-            row += [*_compared(found, cell, "top1")[:2], _count(found, cell)]
-        rows.append(row)
-    source = origin(record for cell in ABSTRACT for record in found.standing(cell.id))
-    caption = f"Top-1 error of five {NETWORKS[ABSTRACT[0].where[1]].title}"
-    return Table("headline", caption, columns, rows, legend(rows), source)
+        cells = [c for data in datasets for c in ABSTRACT if c.where[2:] == (method, data)]
+        rows.append([Value(NETWORKS[cells[0].where[1]].title), Value(_method(cells[0], method))])
+        rows[-1] += [value for cell in cells for value in _headline_values(found, cell)]
+    for cell in BESIDE:
+        title = NETWORKS[str(cell.recipe.network)].title
+        method = "IE + adversarial training" if cell.recipe.adversarial else _keys(cell)[0]
+        none = [Value("–", missing=True)] * 3 * (len(datasets) - 1)
+        rows.append([Value(title), Value(method), *_headline_values(found, cell), *none])
+    source = origin(record for cell in (*ABSTRACT, *BESIDE) for record in found.standing(cell.id))
+    return Table("headline", "Top-1 error of five networks", columns, rows, legend(rows), source, keys=2)
+
+
+def _headline_values(found: Evidence, cell: Cell) -> list[Value]:
+    return [*_compared(found, cell, "top1")[:2], _count(found, cell)]
+
+
+def _method(cell: Cell, method: str) -> str:
+    return f"{METHODS[method]} (mean of IE's members)" if cell.single else METHODS[method]
 
 
 def legend(rows: Iterable[Sequence[Value]]) -> str:
@@ -155,7 +167,7 @@ def _keys(cell: Cell) -> tuple[str, ...]:
         method, _, k = cell.where[1].partition("-k")
         return cell.where[2].replace("m", "M="), METHODS[method], f"K={k}" if k else "–"
     _, network, method, data = cell.where
-    return NETWORKS[network].title, dataset_title(data), METHODS[method]
+    return NETWORKS[network].title, dataset_title(data), _method(cell, method)
 
 
 def _compared(found: Evidence, cell: Cell, key: str) -> list[Value]:
@@ -163,6 +175,8 @@ def _compared(found: Evidence, cell: Cell, key: str) -> list[Value]:
     own = found.cells[cell.id]
     printed, ours = own["paper"][key], own["ours"]
     paper = number(printed)
+    if ours is not None and printed is None:  # a figure of the paper, without a number
+        return [paper, Value(spread_text(ours[key]), ours[key]["mean"], link=own["recipe"]), Value("–")]
     if ours is None:
         partial = Value(f"{len(own['partial'])} partial", link=own["recipe"], missing=True)
         return [paper, partial if own["partial"] else NOT_MEASURED, Value("–", missing=True)]
