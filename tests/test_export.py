@@ -57,6 +57,7 @@ def whitened():
     torch.manual_seed(0)
     ensemble = cmcl.Ensemble(small_cnn, 3, share_after="stem")
     ensemble.transform = Compose([GCN(), ZCA()]).fit(images(80, 1, 8, 8))
+    ensemble.temperature = 0.5
     return ensemble
 
 
@@ -323,9 +324,9 @@ def saved(tmp_path):
 @needs_onnx
 def test_the_command(saved, tmp_path, cmcl):
     """The data set is known from the transform; the graph needs nothing but numpy and onnxruntime."""
-    code, out, err = cmcl("export", saved, "-o", tmp_path / "m.onnx", "--images", 20)
+    code, out, err = cmcl("export", saved, "-o", tmp_path / "m.onnx", "--limit", 20)
     assert (code, err) == (0, "")
-    assert "takes uint8 (batch, 1, 8, 8)" in out
+    assert "input uint8 (batch, 1, 8, 8)" in out
     assert "agrees with PyTorch on 20 inputs" in out
     import onnxruntime
 
@@ -344,7 +345,7 @@ def test_an_ensemble_that_answers_fewer_classes_than_its_set_has(tmp_path, cmcl)
     ensemble = Ensemble(partial(small_cnn, classes=5), 2)
     ensemble.transform = MeanStd().fit(load_data("digits"))
     ensemble.save(tmp_path / "five")
-    words = ("export", tmp_path / "five", "-o", tmp_path / "m.pt2", "--format", "torch", "--images", 5)
+    words = ("export", tmp_path / "five", "-o", tmp_path / "m.pt2", "--limit", 5)
     assert cmcl(*words)[0] == 0
     assert "classes" not in told(tmp_path / "m.pt2")
 

@@ -55,6 +55,26 @@ def test_round_trip(saved):
     assert loaded.predict(x).probs.equal(ensemble.predict(x).probs)
 
 
+def test_the_temperature_is_saved(saved, tmp_path):
+    ensemble, _ = saved
+    x = torch.randn(5, 1, 8, 8)
+    plain = ensemble.predict(x)
+    ensemble.temperature = 0.5
+    ensemble.save(tmp_path / "scaled")
+    loaded = cmcl.load(tmp_path / "scaled")
+    found = loaded.predict(x)
+    squares = plain.probs.square()
+    torch.testing.assert_close(
+        found.probs, squares / squares.sum(1, keepdim=True)
+    )  # p ** (1 / 0.5), normalised
+    assert found.member_probs.equal(plain.member_probs)
+    assert (loaded.temperature, cmcl.load(saved[1]).temperature) == (0.5, None)
+    ensemble.temperature = 0
+    for use in (lambda: ensemble.save(tmp_path / "scaled"), lambda: ensemble.predict(x)):
+        with pytest.raises(ValueError, match="temperature must be"):
+            use()
+
+
 @pytest.mark.parametrize("name", cmcl.networks.NETWORKS)
 def test_every_network_of_ours_needs_no_factory(name, tmp_path):
     options = {"filters": (2, 3), "hidden": 4} if name == "cnn" else {}

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
-import torch
 from pydantic import BeforeValidator, ConfigDict, Field, field_serializer, model_validator
 from torch import Tensor
 
 from . import _checks, metrics
 from ._schema import Schema
+from .ensemble import scale_temperature
 from .telling import tell
 
 ABSTAIN = -1  # instead of a class
@@ -207,9 +207,10 @@ def decide(member_probs: Tensor, threshold: Threshold) -> Tensor:
 
 
 def fit_temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
-    """The T for `apply_temperature` with the lowest negative log-likelihood on held-out examples.
+    """The T with the lowest negative log-likelihood of the averaged prediction on held-out examples.
 
     Near-uniform non-specialists make the averaged prediction of CMCL underconfident, so T is usually below 1.
+    Set as `ensemble.temperature`, it is saved with the ensemble and used by `predict` and `export`.
     """
     from scipy.optimize import minimize_scalar
 
@@ -231,11 +232,7 @@ def fit_temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int 
 
 def apply_temperature(member_probs: Tensor, temperature: float) -> Tensor:
     """The averaged prediction (N, C, ...), its probabilities raised to 1 / temperature and normalised."""
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be above 0. Got {temperature}. Fit it with fit_temperature().")
-    averaged = member_probs.mean(0)
-    tiny = torch.finfo(averaged.dtype).tiny  # log 0 is no number
-    return (averaged.clamp(min=tiny).log() / temperature).softmax(1)
+    return scale_temperature(member_probs.mean(0), temperature)
 
 
 def upper_bound(errors: int, n: int, level: float) -> float:

@@ -3,6 +3,7 @@
 M members, B batch, C classes. The member axis comes first, always: logits (M, B, C, ...).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,17 +29,30 @@ Output = Callable[[Any], Tensor]  # what a member returns -> its logits (B, C, .
 class Prediction(NamedTuple):
     """Probabilities of an ensemble and of its members."""
 
-    probs: Tensor  # (B, C, ...)           mean of the members' probabilities
+    probs: (
+        Tensor  # (B, C, ...)           mean of the members' probabilities, scaled by the temperature if any
+    )
     member_probs: Tensor  # (M, B, C, ...)
     entropy: Tensor  # (M, B)              of each member's prediction, in nats; pixel mean if dense
     chosen: Tensor  # (B,)                 the most confident member: lowest entropy
 
 
-def prediction(logits: Tensor) -> Prediction:
+def prediction(logits: Tensor, temperature: float | None = None) -> Prediction:
     """The prediction of logits (M, B, C, ...), in float32 or more."""
     member_probs = logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32))
     entropies = entropy(member_probs)
-    return Prediction(member_probs.mean(0), member_probs, entropies, entropies.argmin(0))
+    probs = member_probs.mean(0)
+    if temperature is not None:
+        probs = scale_temperature(probs, temperature)
+    return Prediction(probs, member_probs, entropies, entropies.argmin(0))
+
+
+def scale_temperature(probs: Tensor, temperature: float) -> Tensor:
+    """Probabilities (B, C, ...) raised to 1 / temperature and normalised; the order of classes stays."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be above 0. Got {temperature}. Fit it with fit_temperature().")
+    tiny = torch.finfo(probs.dtype).tiny  # log 0 is no number
+    return (probs.clamp(min=tiny).log() / temperature).softmax(1)
 
 
 class Ensemble(nn.Module):
@@ -57,6 +71,7 @@ class Ensemble(nn.Module):
     """
 
     classes: Sequence[str] | None = None  # their names, if known; `fit` sets them
+    temperature: float | None = None  # of the averaged prediction, from calibration.fit_temperature
     stems: list[Stem]  # of each member: stem(member, x) -> (features h, rest)
     trunks: list[Trunk]  # of each member: trunk(member, h, rest) -> output
     shared_stem: Stem | None = None  # runs once, with member 0, before the stems (see SharedStemEnsemble)
@@ -149,7 +164,7 @@ class Ensemble(nn.Module):
             parts = (self.transformed(part.to(device)) for part in torch.split(x, int(batch_size)))
             logits = torch.cat([self(part).to(x.device) for part in parts], 1)
         _checks.no_numbers(logits)
-        return prediction(logits)
+        return prediction(logits, self.temperature)
 
     def stream(self, x: Tensor, batch_size: int) -> Iterator[Tensor]:
         """Logits (M, b, C, ...) of inputs (B, ...) in parts of `batch_size`, on the ensemble's device.

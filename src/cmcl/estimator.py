@@ -136,7 +136,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return self._classes(self._predict(X).probs)
 
     def predict_proba(self, X: Any) -> Array:
-        """Probabilities (N, C), the mean over members."""
+        """Probabilities (N, C): the mean over members, scaled by `ensemble_.temperature` if it is set."""
         return self._predict(X).probs.numpy()
 
     def predict_members(self, X: Any) -> Array:

@@ -54,7 +54,7 @@ class Graph(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """The outputs by name, because readers of the file may not have cmcl and its classes."""
         logits = self.ensemble(x if self.preprocess is None else self.preprocess(x.float()))
-        return prediction(logits)._asdict()
+        return prediction(logits, self.ensemble.temperature)._asdict()
 
 
 @torch.no_grad()
@@ -116,7 +116,7 @@ def onnx_runner(path: str | Path) -> Runner:
 
 def _predict(ensemble: Ensemble, x: Tensor) -> Prediction:
     try:
-        return prediction(ensemble(x))
+        return prediction(ensemble(x), ensemble.temperature)
     except (RuntimeError, IndexError) as error:
         types = {str(p.dtype).removeprefix("torch.") for p in ensemble.parameters()}
         raise ValueError(
@@ -138,6 +138,7 @@ def _about(
         "cmcl": __version__,
         "members": str(len(ensemble.members)),
         "sharing": "off" if ensemble.share_after is None else ensemble.share_at_test,
+        "temperature": None if ensemble.temperature is None else str(ensemble.temperature),
         "weights_sha256": checksum,
         "classes": None if classes is None else json.dumps(list(classes), ensure_ascii=False),
     }

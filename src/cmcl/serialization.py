@@ -63,6 +63,7 @@ class Config(Schema):
     share_after: str | None
     share_prob: float
     share_at_test: Literal["sampled", "expected", "off"]
+    temperature: float | None = Field(default=None, gt=0)
     stem: Stem | None
     output: str | None  # the name of the function that picks the logits
     classes: list[str] | None
@@ -143,6 +144,7 @@ def load(
     ensemble = build(modules, **settings, output=output)
     ensemble.transform = _loaded_transform(config.transform, weights, root)
     ensemble.classes = None if config.classes is None else tuple(config.classes)
+    ensemble.temperature = config.temperature
     return ensemble.to(device).eval()
 
 
@@ -157,6 +159,7 @@ def _config(ensemble: Ensemble, transform: dict[str, Any] | None, weights: Weigh
         "output": None if output is None else getattr(output, "__qualname__", type(output).__name__),
         "classes": None if classes is None else [str(name) for name in classes],
         "transform": transform,
+        "temperature": ensemble.temperature,
         "weights": weights,
     }
     config: Config = Config.parse(values, source="the ensemble")
