@@ -241,7 +241,6 @@ def test_bad_files_of_a_run_are_skipped(runs, tmp_path):
     "change",
     [
         {"task": "guessing"},
-        {"task": "segmentation"},
         {"items": [{}]},
         {"classes": []},
         {"classes": "0123456789"},

@@ -1,12 +1,11 @@
 """A real browser: the system's chromium, driven by playwright. `make test-browser` runs these."""
 
 import shutil
-from dataclasses import replace
 
 import pytest
 
 from cmcl import report
-from report_samples import made_record, save_results, save_run, whole_paper
+from report_samples import changed, made_record, save_results, save_run, whole_paper
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
@@ -39,7 +38,7 @@ def page_file(tmp_path_factory):
     for name in ("digits-ie", "digits-mcl", "digits-cmcl"):
         save_run(folder / "runs" / name, made_record(name), classes=[f"{NASTY}{i}" for i in range(10)])
     save_run(folder / "runs" / "shapes", made_record("shapes-cmcl", classes=2))
-    save_run(folder / "runs" / "nasty", replace(made_record("digits-cmcl", 7, device=NASTY), name=NASTY))
+    save_run(folder / "runs" / "nasty", changed(made_record("digits-cmcl", 7, device=NASTY), name=NASTY))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CMCL_CACHE", str(folder / "cache"))
         return report.write([results, folder / "runs"], folder / "report.html")

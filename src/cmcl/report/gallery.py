@@ -2,7 +2,7 @@
 
 import base64
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -77,18 +77,17 @@ class Gallery(Schema):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for item in self.items:
-            if isinstance(item, Scene) != self.dense:
-                raise ValueError(f"items must be of the task {self.task}.")
-            known: Any = [] if isinstance(item, Scene) else [item.ensemble.answer, item.target]
-            known += [] if isinstance(item, Scene) else [member.answer for member in item.members]
-            if item.chosen >= len(item.members) or any(c >= len(self.classes) for c in known):
-                raise ValueError(f"item {item.index} must name classes and members that exist.")
+            votes = [] if isinstance(item, Scene) else [*item.members, item.ensemble]
+            highest = max([vote.answer for vote in votes], default=-1)
+            target = -1 if isinstance(item, Scene) else item.target
+            if item.chosen >= len(item.members) or max(highest, target) >= len(self.classes):
+                raise ValueError(f"item {item.index} must name members and classes that exist.")
         return self
 
     @property
     def dense(self) -> bool:
         """Whether it shows masks."""
-        return self.task == "segmentation"
+        return any(isinstance(item, Scene) for item in self.items)
 
     @property
     def several(self) -> bool:

@@ -220,7 +220,7 @@ def spread_text(found: Mapping[str, Any]) -> str:
 
 def run_table(groups: Sequence[Sequence[Run]]) -> Table:
     """A row for each run, and before the seeds of a recipe their mean; `groups` as `repeats` returns them."""
-    columns = names("Run") + [Column(f"{title}, %") for title in ERRORS.values()]
+    columns = names("Run") + [Column(title) for title in ERRORS.values()]
     columns += [*names("Method", "Data"), Column("Seed"), Column("Seconds")]
     rows = []
     for group in groups:
@@ -228,7 +228,7 @@ def run_table(groups: Sequence[Sequence[Run]]) -> Table:
             rows.append(_mean_row(group))
         rows += [_run_row(run) for run in group]
     source = origin(run.measured for group in groups for run in group)
-    return Table("summary", "Errors on the test set", columns, rows, NOTE, source)
+    return Table("summary", "Errors on the test set, %", columns, rows, NOTE, source)
 
 
 def _run_row(run: Run) -> list[Value]:
