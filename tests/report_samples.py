@@ -123,8 +123,8 @@ def save_gallery(folder, record, classes=None):
         members = [{"mask": f"1-member{i}.png", "error": 2.0 + i, "entropy": 0.1} for i in range(m)]
         item |= {"truth": "1-truth.png", "members": members}
     else:
-        members = [{"answer": i % 10, "confidence": 0.9, "entropy": 0.3} for i in range(m)]
-        item |= {"target": 1, "members": members, "ensemble": {"answer": 1, "confidence": 0.5}}
+        members = [{"prediction": i % 10, "confidence": 0.9, "entropy": 0.3} for i in range(m)]
+        item |= {"target": 1, "members": members, "ensemble": {"prediction": 1, "confidence": 0.5}}
     task = "segmentation" if dense else "classification"
     content = {"format": 1, "task": task, "classes": classes, "items": [item]}
     (folder / "gallery.json").write_text(json.dumps(content))

@@ -70,7 +70,7 @@ def test_classification(tmp_path):
     assert (content["task"], content["classes"]) == ("classification", ["cat", "dog"])
     first = content["items"][0]
     assert (first["index"], first["target"]) == (1, 1)
-    assert [member["answer"] for member in first["members"]] == [0, 1]
+    assert [member["prediction"] for member in first["members"]] == [0, 1]
     sure = torch.tensor([5.0, 0.0]).softmax(0)[0].item()
     assert first["members"][0]["confidence"] == pytest.approx(sure, abs=1e-4)
     assert first["chosen"] == 1, "8 nats apart is surer than 5"

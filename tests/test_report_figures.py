@@ -149,6 +149,22 @@ def test_errors_against_members():
     assert {s.name for s in figure.legend} == {"IE", "MCL", "CMCL", "IE with sharing"}
 
 
+def test_rounds_of_tuning(tmp_path):
+    rows = [
+        {"name": f"b{b}k{k}", "beta": b, "overlap": k, "held_out": 10 * b + k, "kept": k == 2}
+        for b in (0.5, 1.0)
+        for k in (2, 3)
+    ]
+    rungs = [{"length": "5 epochs", "rows": rows}, {"length": "15 epochs", "rows": rows[:1]}]
+    figure = figures.tuning({"recipe": "digits-cmcl", "beta": 0.5, "overlap": 2, "rungs": rungs})
+    assert [p["held_out"] for p in values(figure.panels[0])] == [7.0, 8.0, 12.0, 13.0]
+    assert max(p["shade"] for p in values(figure.panels[0])) == TURN, "every number can be read"
+    svg = figures.save(figure, tmp_path / "deep" / "tuning.svg").read_text()
+    assert all(word in svg for word in ("15 epochs", "7.0", "13.0"))
+    with pytest.raises(ValueError, match=".svg.* Got 'tuning.gif'"):
+        figures.save(figure, tmp_path / "tuning.gif")
+
+
 def test_colours_follow_the_methods():
     assert [s.colour for s in series(["x", "y"], {"x": "ie", "y": "cmcl"})] == ["c2", "c1"]
     several = series(["a", "b", "c"], {"a": "cmcl", "b": "cmcl", "c": "ie"})

@@ -274,7 +274,9 @@ def tune(
     validation: Annotated[float, Option(help="Fraction of the training data to hold out.")] = 0.1,
     eta: Annotated[int, Option(min=2, help="One of eta candidates is kept, for eta times longer.")] = 3,
     seeds: Annotated[int, Option(min=1, help="Seeds over which a candidate's error is averaged.")] = 1,
-    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw the search to an .svg or .png.")] = None,
+    plot: Annotated[
+        Path | None, Option(metavar="FILE", help="Draw the search to an .svg, .png or .pdf.")
+    ] = None,
     device: common.Device = "auto",
     precision: common.Precision = "auto",
     quiet: common.Quiet = False,
@@ -285,8 +287,7 @@ def tune(
     Successive halving: better candidates train longer. Only the chosen one is evaluated on test data. The
     same command resumes an interrupted search.
     """
-    from ..reproduction.tuning import check_plot
-    from ..reproduction.tuning import plot as draw
+    from .. import report
     from ..reproduction.tuning import tune as search
 
     changes = common.parse_pairs(setting, "--set")
@@ -296,7 +297,8 @@ def tune(
         )
     name, changed = _searched_recipe(recipe, changes)
     if plot is not None:
-        check_plot(plot)
+        figures = report.extra("figures")
+        figures.check_file(plot)
     common.check_writable(plot, "--plot")
     common.check_writable(out, "--out", folder=True)
     with common.stoppable():
@@ -314,7 +316,7 @@ def tune(
             say=(lambda line: None) if quiet else common.note,
         )
     if plot is not None:
-        draw(result, plot)
+        figures.save(figures.tuning(result), plot)
     if as_json:
         common.print_json(result)
         return

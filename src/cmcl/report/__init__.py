@@ -1,7 +1,9 @@
 """The report: records and run folders as an HTML page, as Markdown, or as figures for a paper."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from .._files import replacing
 
@@ -22,20 +24,22 @@ def write(sources: Sequence[str | Path], out: str | Path, *, format: str = "html
     from . import load, markdown
 
     inputs, out = load.load(sources), Path(out)
-    if format == "md":
-        text = markdown.render(inputs)
-    else:
-        try:
-            from . import page
-        except ImportError as error:
-            if error.name not in EXTRA:
-                raise
-            hint = "Install it with: pip install 'confident-mcl[report]'"
-            raise ImportError(f"the report needs {error.name}. {hint}.", name=error.name) from error
-        if format != "html":
-            return page.save_figures(inputs, out, format)
-        text = page.render(inputs)
+    if format in ("svg", "png", "pdf"):
+        extra("page").save_figures(inputs, out, format)
+        return out
+    text = markdown.render(inputs) if format == "md" else extra("page").render(inputs)
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as part:
         part.write_text(text, encoding="utf-8")
     return out
+
+
+def extra(name: str) -> Any:
+    """A module of this package that needs the extra `report`; raises `ImportError` with a hint."""
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        if error.name not in EXTRA:
+            raise
+        hint = "Install it with: pip install 'confident-mcl[report]'"
+        raise ImportError(f"figures need {error.name}. {hint}.", name=error.name) from error

@@ -25,6 +25,7 @@ TICKS = [0, 1, 2, 5, 10, 20, 50, 100]
 ROW, TALLEST = 24, 720  # pixels: a class of a heat map, and all of them
 WIDTH, COLUMNS = 260, 3  # of the panels in a file
 MOST_POINTS = 24_000  # of all maps of win rates together: about 1 MB
+FILES = (".svg", ".png", ".pdf")
 EPOCHS = 120  # points of a curve at most
 
 
@@ -415,8 +416,16 @@ def thinned(values: Sequence[Any], most: int) -> list[Any]:
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
+def check_file(path: Path) -> None:
+    """Raise unless `save` can write a file of this name; ask before hours of work."""
+    if path.suffix not in FILES:
+        raise ValueError(f"a figure must be {', '.join(FILES)}. Got {path.name!r}.")
+
+
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as .svg, .png or .pdf."""
+    check_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     scale = {"scale": 2} if path.suffix == ".png" else {}
     draw = getattr(vl_convert, f"vegalite_to_{path.suffix[1:]}")
     content = draw(joined(figure), vl_version=VEGA_LITE, **scale)

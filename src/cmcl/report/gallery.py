@@ -18,7 +18,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Vote(Schema):
     """A predicted class; the ensemble's has no entropy."""
 
-    answer: Index
+    prediction: Index
     confidence: Fraction
     entropy: float | None = None
 
@@ -78,7 +78,7 @@ class Gallery(Schema):
     def _consistent(self) -> Self:
         for item in self.items:
             votes = [] if isinstance(item, Scene) else [*item.members, item.ensemble]
-            highest = max([vote.answer for vote in votes], default=-1)
+            highest = max([vote.prediction for vote in votes], default=-1)
             target = -1 if isinstance(item, Scene) else item.target
             if item.chosen >= len(item.members) or max(highest, target) >= len(self.classes):
                 raise ValueError(f"item {item.index} must name members and classes that exist.")

@@ -143,8 +143,7 @@ def load(sources: Sequence[str | Path]) -> Inputs:
             inputs.paper = True
             found = [inputs.read(path, Record.load) for path in sorted(records.glob("*.json"))]
             inputs.results += [Run.of(record) for record in found if record]
-        folders = [source] if _is_run(source) else list(filter(_is_run, sorted(source.iterdir())))
-        folders += [inner for folder in folders for inner in sorted(folder.glob("seed*")) if _is_run(inner)]
+        folders = [source] if _is_run(source) else filter(_is_run, sorted(source.iterdir()))
         inputs.runs += [_load_run(folder, inputs) for folder in folders]
     if not inputs.runs and not inputs.paper:
         listed = ", ".join(repr(str(source)) for source in sources) or "no folder"

@@ -77,7 +77,7 @@ def render(inputs: Inputs) -> str:
     )
 
 
-def save_figures(inputs: Inputs, folder: Path, format: str) -> Path:
+def save_figures(inputs: Inputs, folder: Path, format: str) -> None:
     """Write every figure of the page into a folder, as svg, png or pdf."""
     found = [figure for section in sections(inputs, []) for figure in section.figures]
     if not found:
@@ -88,7 +88,6 @@ def save_figures(inputs: Inputs, folder: Path, format: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for figure in found:
         figures.save(figure, folder / f"{figure.id}.{format}")
-    return folder
 
 
 def sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> list[Section]:

@@ -249,8 +249,10 @@ class Gallery:
             "index": one.image,
             "image": _save(folder / f"{one.image}.png", self.images[one.image]),
             "target": int(self.test.targets[one.image]),
-            "members": [{"answer": a, "confidence": _round(c), "entropy": _round(h)} for a, c, h in columns],
-            "ensemble": {"answer": one.averaged[0], "confidence": round(one.averaged[1], 4)},
+            "members": [
+                {"prediction": a, "confidence": _round(c), "entropy": _round(h)} for a, c, h in columns
+            ],
+            "ensemble": {"prediction": one.averaged[0], "confidence": round(one.averaged[1], 4)},
             "chosen": int(one.entropy.argmin()),
         }
 

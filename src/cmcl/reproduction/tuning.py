@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -174,46 +173,3 @@ def _table(rung: Rung, candidates: Mapping[str, Recipe]) -> dict[str, Any]:
         "share": rung.share,
         "length": _length(shortened(next(iter(candidates.values())), rung.share)),
     } | {"rows": rows}
-
-
-def check_plot(path: str | Path) -> None:
-    """Whether `plot` can draw to that file, to be asked before hours of search."""
-    for name in ("altair", "vl_convert"):
-        if find_spec(name) is None:
-            raise ImportError(f"the picture needs {name}. Install it: pip install 'confident-mcl[report]'")
-    if Path(path).suffix not in {".svg", ".png"}:
-        raise ValueError(f"a picture must be .svg or .png. Got {Path(path).name!r}.")
-    if Path(path).is_dir():
-        raise ValueError(f"a picture must be a file. Got the folder {path}.")
-
-
-def plot(result: Mapping[str, Any], path: str | Path) -> None:
-    """A picture of the rounds, beta across and K up; .svg or .png. Who goes on has a frame."""
-    check_plot(path)
-    import altair
-    import vl_convert
-
-    path = Path(path)
-    first = result["rungs"][0]["rows"]
-    betas, overlaps = (sorted({row[key] for row in first}) for key in ("beta", "overlap"))
-    charts = []
-    for rung in result["rungs"]:
-        data = altair.InlineData(values=[row | {"text": f"{row['held_out']:.1f}"} for row in rung["rows"]])
-        cells = altair.Chart(data, title=rung["length"]).encode(
-            x=altair.X("beta:O", title="β", axis=altair.Axis(labelAngle=0), scale=altair.Scale(domain=betas)),
-            y=altair.Y("overlap:O", title="K", scale=altair.Scale(domain=overlaps[::-1])),
-        )
-        colour = altair.Color("held_out:Q", scale=altair.Scale(scheme="blues", type="sqrt"), legend=None)
-        frame = altair.condition("datum.kept", altair.value("#d9480f"), altair.value("white"))
-        boxes = cells.mark_rect(strokeWidth=2.5, width=34, height=34, cornerRadius=3)
-        halo = cells.mark_text(fontSize=11, stroke="white", strokeWidth=3, strokeJoin="round")
-        texts = [mark.encode(text="text:N") for mark in (halo, cells.mark_text(fontSize=11))]
-        layers = altair.layer(boxes.encode(color=colour, stroke=frame), *texts)
-        charts.append(layers.properties(width=altair.Step(40), height=altair.Step(40)))
-    title = f"{result['recipe']}, held-out error in %: chosen β {result['beta']:g}, K {result['overlap']}"
-    whole = altair.hconcat(*charts, title=title).configure_view(strokeWidth=0).configure_title(fontSize=13)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".svg":
-        path.write_text(vl_convert.vegalite_to_svg(whole.to_json()), encoding="utf-8")
-    else:
-        path.write_bytes(vl_convert.vegalite_to_png(whole.to_json(), scale=2))
