@@ -241,7 +241,7 @@ def test_headline():
     assert lines[5] == "| ResNet-20 | CMCL | 8.75 | 8.84 | 1 | 3.68 | not measured | 0 |"
     assert "| small CNN | CMCL | 15.65 | 16.04 | 1 | – | – | – |" in lines
     assert "| small CNN | IE + adversarial training | – | 14.99 | 1 | – | – | – |" in lines
-    table3 = markdown.paper_markdown(3, [])
+    table3 = markdown.paper_markdown("table3", [])
     assert "not the best of a search" in table3, "what ours used"
 
 
