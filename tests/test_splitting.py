@@ -1,0 +1,1238 @@
+"""Splitting: the two pieces are the network, wrong splits raise, and the layers that are listed really split."""
+
+import copy
+import json
+import pickle
+import random
+import sys
+from collections import OrderedDict
+from contextlib import nullcontext, suppress
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
+
+import cmcl
+from cmcl import Ensemble, SharedStemEnsemble, shareable_layers
+from cmcl.cli.explore import layers as layers_command
+from cmcl.splitting import CannotSplitError, split
+from lookalikes import KINDS, ResNet, UNet, images, vectors
+
+
+class Made(nn.Module):
+    """A network of named parts (tensors become buffers) and a forward function (self, x)."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def made(run, **parts):
+    """A function that builds such a network: two linear layers, and what `parts` says."""
+    return lambda: Made(
+        run, **{"a": nn.Linear(4, 4), "act": nn.ReLU(), "b": nn.Linear(4, 3)} | copy.deepcopy(parts)
+    )
+
+
+def alone(ensemble, x):
+    return torch.stack([member(x.clone()) for member in ensemble.members])
+
+
+class Block(nn.Module):
+    """A residual block with functional dropout and an input that skips ahead."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.bn = nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.dropout(F.relu(self.bn(self.conv(x))), 0.5, self.training) + x
+
+
+class Net(nn.Module):
+    """Skips across the cut, reads a buffer and a size after it, and has an argument with a default."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.blocks = nn.ModuleList([Block(4), Block(4)])
+        self.body = nn.Sequential(Block(4), nn.ReLU(), Block(4))
+        self.act = nn.ReLU()
+        self.head = nn.Linear(4, 10)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x, extra=None, flag=True):
+        start = self.first(x) * self.scale
+        if extra is not None:
+            start = start + extra
+        h = start
+        for block in self.blocks:
+            h = block(h)
+        h = self.body(h)
+        h = self.act(h) * self.scale + start + x.mean(1, keepdim=True) if flag else h
+        return self.head(h.mean((2, 3)).view(x.size(0), -1))
+
+
+NAMES = ["first", "blocks.0", "blocks.1.conv", "blocks.1", "body.0.bn", "body.1", "body", "act"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stem_then_trunk_is_the_network(name):
+    net, x = Net(), torch.randn(2, 3, 6, 6)
+    halves = split(net, name)
+    for mode in (False, True):
+        net.train(mode)
+        torch.manual_seed(1)
+        h, rest = halves.stem(net, x)
+        logits = halves.trunk(net, h, rest)
+        torch.manual_seed(1)
+        torch.testing.assert_close(logits, net(x))
+
+
+@pytest.mark.parametrize("name", ["blocks.1.conv", "body.1", "act"])
+def test_the_shared_feature_is_that_modules_output(name):
+    net, x = Net().eval(), torch.randn(2, 3, 6, 6)
+    seen = []
+    with net.get_submodule(name).register_forward_hook(lambda module, args, out: seen.append(out)):
+        net(x)
+        h, _ = split(net, name).stem(net, x)
+    assert h.equal(seen[0])
+
+
+def test_splitting_leaves_the_network_as_it_was():
+    net = Net()
+    net.train()
+    net.blocks[0].bn.eval()  # frozen
+    keys = list(net.state_dict())
+    split(net, "body.1")
+    assert net.training
+    assert not net.blocks[0].bn.training
+    assert list(net.state_dict()) == keys
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])  # noqa: S301
+def test_copies_and_new_dtypes_use_their_own_weights_and_buffers(clone):
+    ensemble = Ensemble(Net, 2, share_after="act").eval()
+    x = torch.randn(2, 3, 6, 6)
+    before = ensemble(x)
+    other = clone(ensemble)
+    assert other(x).equal(before)
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    assert other(x).abs().max() == 0
+    assert ensemble(x).equal(before)
+    assert ensemble.double()(x.double()).dtype == torch.float64, "buffers read after the cut moved too"
+
+
+class OwnHalves(nn.Module):
+    """Cannot be traced (its depth depends on the data), but says itself where it is cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def stem(self, x):
+        return (F.relu(self.a(x)), x) if x.sum() > 0 else (self.a(x), x)
+
+    def trunk(self, h, x):
+        return self.b(h) + x[:, :3]
+
+    def forward(self, x):
+        return self.trunk(*self.stem(x))
+
+
+def test_a_network_that_offers_stem_and_trunk_needs_no_tracing():
+    ensemble = Ensemble(OwnHalves, 3, share_after="stem", share_at_test="off").eval()
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(ensemble(x), torch.stack([member(x) for member in ensemble.members]))
+
+
+class HeadOutside(nn.Module):
+    """Submodules that happen to be called stem and trunk; forward does more than call them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.trunk, self.head = nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.trunk(self.stem(x).relu()).relu())
+
+
+def test_submodules_called_stem_and_trunk_are_not_taken_for_the_whole():
+    ensemble = Ensemble(HeadOutside, 2, share_after="stem", share_at_test="off").eval()
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(ensemble(x), torch.stack([member(x) for member in ensemble.members]))
+
+
+class Quiet(nn.Module):
+    """Takes its first features without gradients, as one does with a backbone, and counts quietly."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.act = nn.LSTM(4, 4), nn.Linear(4, 4), nn.ReLU()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            h, _ = self.first(x)
+        h = self.act(self.second(h))
+        with torch.no_grad():
+            self.mean.lerp_(h.mean(0), 0.5)
+        return self.head(h - self.mean)
+
+
+def functions(ensemble):
+    """How many functions a training loop compiles for the members."""
+    return len({*ensemble.stems, *ensemble.trunks})
+
+
+@pytest.mark.parametrize("members", [5, 10])
+@pytest.mark.parametrize("share_after", [None, "blocks.0", "body.1", "act"])
+def test_members_alike_share_one_stem_and_one_trunk(members, share_after):
+    assert functions(Ensemble(Net, members, share_after=share_after)) == 2
+    assert functions(Ensemble(Quiet, members, share_after="second")) == 2
+
+
+class Scaled(nn.Module):
+    """Decides in Python, by an attribute: the trace freezes it, so members must not share it."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.a, self.act, self.b, self.scale = nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3), scale
+
+    def forward(self, x):
+        h = self.act(self.a(x))
+        return self.b(h * self.scale if self.scale > 1 else h)
+
+
+def test_members_that_differ_have_functions_of_their_own():
+    ensemble = Ensemble([Scaled(1), Scaled(2), Scaled(3), Scaled(2)], share_after="act", share_at_test="off")
+    assert len(set(ensemble.stems)) == 1
+    assert len(set(ensemble.trunks)) == 3
+    x = torch.randn(5, 4)
+    alone = torch.stack([member(x) for member in ensemble.eval().members])
+    torch.testing.assert_close(ensemble(x), alone)
+    mixed = Ensemble(
+        [Scaled(1), nn.Sequential(OrderedDict(a=nn.Linear(4, 5), act=nn.ReLU(), b=nn.Linear(5, 3)))]
+    )
+    assert functions(mixed) == 2, "without sharing, a trunk is the member itself"
+
+
+def test_one_compilation_serves_all_members():
+    torch.compiler.reset()
+    ensemble, x, graphs = Ensemble(Net, 5, share_after="body.1").eval(), torch.randn(2, 3, 6, 6), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    fast = {function: torch.compile(function, backend=count, dynamic=False) for function in ensemble.stems}
+    for stem, member in zip(ensemble.stems, ensemble.members, strict=True):
+        torch.testing.assert_close(fast[stem](member, x), stem(member, x))
+    assert len(graphs) == 1
+
+
+def noise(net, x):
+    return net.b(net.a(x) + torch.randn(4))
+
+
+def count(net, x):
+    net.count += 1
+    return net.b(net.a(x))
+
+
+def average(net, x):
+    if net.training:  # and read in eval mode too
+        net.count = x.detach().mean()
+    return net.b(net.a(x - net.count))
+
+
+def remember(net, x):
+    net.inner.last = net.a(x)
+    return net.b(net.inner.last)
+
+
+def log(net, x):
+    net.log.append(h := net.a(x))
+    net.seen.add(id(h))
+    return net.b(h)
+
+
+def fail(net, x):
+    net.count = net.a(x).mean()
+    return net.b(net.a(x)) if net.count > 0 else net.count
+
+
+def unused(net, x):
+    net.act(x)
+    return net.b(net.a(x))
+
+
+class TwoInputs(nn.Linear):
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
+
+class OnlyArgs(nn.Linear):
+    def forward(self, *args):
+        return super().forward(args[0])
+
+
+class ListDefault(nn.Linear):
+    def forward(self, x, sizes=(1, 2)):
+        return super().forward(x)
+
+
+class Swish(torch.autograd.Function):
+    """With a backward of its own, as activations that save memory have."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return grad * s * (1 + x * (1 - s))
+
+
+def with_hook():
+    network = made(lambda net, x: net.b(net.a(x)))()
+    network.register_forward_hook(lambda module, inputs, output: 100 * output)
+    return network
+
+
+def replaced():
+    network = made(lambda net, x: net.b(net.a(x)))()
+    plain = network.forward
+    network.forward = lambda x: 100 * plain(x)
+    return network
+
+
+def decides(net, x):
+    return net.b(net.a(x) if x.sum() > 0 else -net.a(x))
+
+
+ZERO = torch.zeros(())
+CANNOT = {  # network, layer, message
+    "a typo": (Net, "block.0", "share_after must name a submodule of Net. Got 'block.0'; .* 'blocks"),
+    "no name": (Net, 3, "share_after must be a submodule's name. Got int 3"),
+    "data-dependent": (made(decides), "a", r"torch.fx cannot trace it .*stem\(x\) and trunk\(h\)"),
+    "called twice": (made(lambda n, x: n.b(n.a(n.a(x)))), "a", "called once in forward, not 2 times"),
+    "never called": (made(lambda n, x: n.b(n.a(x))), "act", "called once in forward, not 0 times"),
+    "its output is not used": (made(unused), "act", "nothing after it uses its output"),
+    "logits": (made(lambda n, x: n.b(n.a(x))), "b", "it is the network's output"),
+    "a buffer that counts": (made(count, count=ZERO), "a", "its forward assigns 'count', .*self.count.add_"),
+    "an average": (made(average, count=ZERO), "a", "its forward assigns 'count'"),
+    "another attribute": (made(remember, inner=nn.Linear(1, 1)), "a", "its forward assigns 'inner.last'"),
+    "a list": (made(log, log=[], seen=set()), "a", "its forward assigns 'log'"),
+    "fails": (made(fail, count=ZERO), "a", "torch.fx cannot trace it"),
+    "another argument": (lambda: TwoInputs(4, 3), "a", "share_after must name|needs 'mask'"),
+    "noise": (made(noise), "a", "it draws random numbers in Python"),
+    "random": (made(lambda n, x: n.b(n.a(x) + random.random())), "a", "it draws random numbers in Python"),
+    "torch's": (made(lambda n, x: n.b(n.a(x) + float(torch.rand(1)))), "a", "it draws random numbers"),
+    "numpy's": (made(lambda n, x: n.b(n.a(x) + np.random.rand())), "a", "it draws random"),  # noqa: NPY002
+    "a gradient of its own": (
+        made(lambda n, x: n.b(Swish.apply(n.a(x)))),
+        "a",
+        "Swish is a torch.autograd.Func",
+    ),
+    "hooks": (with_hook, "a", "it has hooks, which a split inside it would leave out"),
+    "another forward": (
+        replaced,
+        "a",
+        "its forward was replaced .*, which a split inside it would leave out",
+    ),
+}
+
+
+def attributes(network):
+    return {
+        name: (dict(vars(part)), dict(part._buffers), list(part._modules))
+        for name, part in network.named_modules()
+    }
+
+
+@pytest.mark.parametrize("case", CANNOT)
+def test_what_cannot_be_split_says_why_and_stays_as_it_was(case):
+    build, name, message = CANNOT[case]
+    network = build()
+    before = attributes(network)
+    with pytest.raises((ValueError, TypeError), match=message):
+        split(network, name)
+    assert attributes(network) == before
+    assert getattr(network, "log", []) == []
+    assert network.state_dict().keys() == build().state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (TwoInputs, "needs 'mask' besides"),
+        (OnlyArgs, "must name its input"),
+        (ListDefault, "needs 'sizes' besides"),
+    ],
+)
+def test_forward_must_take_one_input(part, message):
+    network = part(4, 3)
+    network.inner = nn.Identity()
+    with pytest.raises(ValueError, match=message):
+        split(network, "inner")
+
+
+@pytest.mark.parametrize("build", [with_hook, replaced])
+def test_a_part_with_a_hook_is_kept_whole_where_it_is_not_split(build):
+    def outer():
+        return nn.Sequential(nn.Linear(4, 4), build())
+
+    with pytest.raises(CannotSplitError, match="it has hooks|its forward was replaced"):
+        Ensemble(outer, 2, share_after="1.a")
+    ensemble, x = Ensemble(outer, 2, share_after="0", share_at_test="off").eval(), torch.randn(3, 4)
+    torch.testing.assert_close(ensemble(x), alone(ensemble, x))
+
+
+class Buffers(nn.Module):
+    """Computes with buffers, whose part it takes depends on the input, and writes into one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.act, self.head = nn.Embedding(9, 4), nn.Tanh(), nn.Linear(4, 3)
+        self.register_buffer("positions", torch.randn(1, 20, 4))
+        self.register_buffer("mask", torch.ones(20, 20).tril() / 20)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, tokens):
+        length = tokens.size(1)
+        h = self.act(self.embedding(tokens) + self.positions[:, :length])
+        if self.training:
+            self.count.add_(1)
+        h = self.mask[:length, :length] @ h
+        return self.head(h.mean(1)) * torch.clamp(self.count, max=10)
+
+
+@pytest.mark.parametrize("name", ["embedding", "act"])
+def test_what_is_computed_from_buffers_is_computed_anew(name):
+    ensemble = Ensemble(Buffers, 2, share_after=name, share_prob=0.0)
+    assert [member.count.item() for member in ensemble.members] == [0, 0], "cutting runs nothing"
+    for steps, length in enumerate((5, 8, 20), 1):  # not the length it was cut with
+        tokens = torch.randint(9, (2, length))
+        ensemble.train()(tokens)
+        assert [member.count.item() for member in ensemble.members] == [steps, steps]
+        ensemble.eval()
+        alone = torch.stack([member(tokens) for member in ensemble.members])
+        torch.testing.assert_close(ensemble(tokens), alone)
+    for member in ensemble.members:
+        member.positions.zero_()
+    alone = torch.stack([member(tokens) for member in ensemble.members])
+    torch.testing.assert_close(ensemble(tokens), alone)
+
+
+def test_a_cache_is_not_filled_by_tracing():
+    def cached(net, x):
+        if "mean" not in net.cache:
+            net.cache["mean"] = net.a.bias.mean()
+        return net.b(net.a(x) + net.cache["mean"])
+
+    network, x = made(cached, cache={})(), torch.randn(2, 4)
+    halves = split(network, "a")
+    assert network.cache == {}
+    assert halves.trunk(network, *halves.stem(network, x)).equal(network(x))
+
+
+class InPlace(nn.Module):
+    """Begins with an operation in layer, and has another right after `norm`."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.act, self.head = nn.SiLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.act(self.norm(self.conv(x.mul_(2)))).mean((2, 3)))
+
+
+class InPlaceHalves(InPlace):
+    def stem(self, x):
+        return self.act(self.norm(self.conv(x.mul_(2))))
+
+    def trunk(self, h):
+        return self.head(h.mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("network", "share_after"),
+    [(InPlace, None), (InPlace, "norm"), (InPlace, "act"), (InPlaceHalves, "stem")],
+)
+@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: torch.compile(e, backend="aot_eager")])
+def test_members_that_write_into_their_input_do_not_meet_there(network, share_after, wrap):
+    ensemble = Ensemble(network, 3, share_after=share_after, share_prob=0.0).eval()
+    x = torch.randn(2, 3, 6, 6)
+    given = x.clone()
+    together = wrap(ensemble)(x)
+    assert x.equal(given), "nor does the input change"
+    alone = torch.stack([member(x.clone()) for member in ensemble.members])
+    torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.parametrize("around", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("name", ["second", "act"])
+def test_no_grad_stays_no_grad(name, around):
+    with around():  # where it is cut must not matter
+        ensemble = Ensemble(Quiet, 2, share_after=name)
+    for _ in range(2):
+        ensemble(torch.randn(2, 4)).sum().backward()
+    for member in ensemble.members:
+        assert all(p.grad is None for p in member.first.parameters())
+        assert member.second.weight.grad.abs().sum() > 0
+        assert not member.mean.requires_grad
+
+
+def test_features_must_be_tensors():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    with pytest.raises(
+        TypeError, match="features must be tensors. Got tuple from member 0; share after a module"
+    ):
+        Ensemble(Recurrent, 2, share_after="rnn")(torch.zeros(2, 4))
+
+
+# ---------------------------------------------------------------- verification: what tracing cannot see
+
+
+class Act(nn.Module):
+    def forward(self, x):
+        return Swish.apply(x)
+
+
+class Checkpointed(nn.Module):
+    """Trades time for memory, in the old way, which is a torch.autograd.Function."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return checkpoint(self.a, x, use_reentrant=True)
+
+
+class Doubles(nn.Module):
+    """Asks what its input is, and a symbol is something else."""
+
+    def forward(self, x):
+        return 2 * x if isinstance(x, torch.Tensor) else x
+
+
+class Tries(nn.Module):
+    def forward(self, x):
+        try:
+            return x * int(x.shape[1])
+        except Exception:
+            return x
+
+
+class ClampsWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(5, 5)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.a.weight.clamp_(-0.1, 0.1)
+        return self.a(x)
+
+
+class ClampsFeatures(ClampsWeights):
+    def forward(self, x):
+        h = self.a(x)
+        with torch.no_grad():
+            h.clamp_(min=0)
+        return h * h
+
+
+class Norm(nn.BatchNorm1d):
+    def __init__(self):
+        super().__init__(5)
+
+
+class Reverse(torch.autograd.Function):
+    """Does nothing on the way, so that tracing meets nothing; turns the gradient round."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+def around(*parts):
+    """A network with these parts in the middle; parts are instances or classes."""
+
+    def build():
+        middle = [part() if isinstance(part, type) else part for part in parts]
+        return nn.Sequential(nn.Linear(4, 5), *middle, nn.Tanh(), nn.Linear(5, 3))
+
+    return build
+
+
+def gradients(network, run, x):
+    for p in network.parameters():
+        p.grad = None
+    run(x).square().sum().backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in network.parameters()]
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("layer", ["0", "2"])
+@pytest.mark.parametrize("part", [Act, Checkpointed, ClampsWeights, ClampsFeatures])
+def test_outputs_and_gradients_are_those_of_the_whole(part, layer, mode):
+    torch.manual_seed(0)
+    ensemble = Ensemble(around(part), 2, share_after=layer, share_at_test="off", share_prob=0.0).train(mode)
+    x, member = torch.randn(6, 4), ensemble.members[0]
+    torch.testing.assert_close(ensemble(x)[0], member(x))
+    found = gradients(member, lambda x: ensemble(x)[0], x)
+    torch.testing.assert_close(found, gradients(member, member, x))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("part", [Doubles, Tries])
+def test_what_tracing_takes_for_something_else_is_found_out(part, mode):
+    ensemble = Ensemble(around(part), 2, share_after="0").train(mode)
+    with pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
+        ensemble(torch.randn(6, 4))
+
+
+class LayerDrop(nn.Module):
+    """Leaves itself out in half of the steps."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return x if self.training and self.draw() < 0.5 else -x
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(torch.rand(1)), np.random.rand])
+def test_random_decisions_are_made_anew(draw):
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    ensemble = Ensemble(around(LayerDrop(draw)), 2, share_after="0", share_prob=0.0)
+    x = torch.randn(3, 4)
+    seen = {tuple(ensemble(x)[0].flatten().tolist()) for _ in range(30)}
+    assert len(seen) == 2
+
+
+class TwiceInTraining(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(self.a(h) if self.training else h)
+
+
+def test_calls_are_counted_in_both_modes():
+    layer = shareable_layers(TwiceInTraining(), torch.randn(2, 4))[0]
+    assert layer.problem == "it must be called once in forward, not 2 times"
+
+
+class Knot(nn.Module):
+    """Uses a part of its first block again, later."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.middle, self.head = (
+            nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+            nn.Linear(4, 4),
+            nn.ReLU(),
+        )
+
+    def forward(self, x):
+        return self.head(self.block[0](self.middle(self.block(x))))
+
+
+def test_a_part_of_the_stem_that_is_used_again():
+    with pytest.raises(CannotSplitError, match=r"'block.0' is used before and after it"):
+        SharedStemEnsemble(Knot, 2, stem="block")
+
+
+def test_nothing_is_touched():
+    """Neither weights, nor running statistics, nor random numbers: the first step is as every other."""
+    torch.manual_seed(0)
+    ensemble = Ensemble(around(Norm, nn.Dropout), 2, share_after="1")
+    x = torch.randn(6, 4)
+    before = {key: value.clone() for key, value in ensemble.state_dict().items()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    ensemble.check(x)
+    assert ensemble._unverified == {False}
+    assert torch.get_rng_state().equal(states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state()[1].tolist() == states[2]  # noqa: NPY002
+    assert all(value.equal(before[key]) for key, value in ensemble.state_dict().items())
+    assert all(p.grad is None for p in ensemble.parameters())
+
+
+@pytest.mark.parametrize("around_it", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_also_where_no_gradients_are_wanted(around_it):
+    ensemble = Ensemble(around(Doubles), 2, share_after="0").eval()
+    with around_it(), pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
+        ensemble(torch.randn(3, 4))
+    ensemble = Ensemble(around(Act), 2, share_after="0").eval()
+    with around_it():
+        assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
+
+
+def test_one_stem_is_checked_too():
+    for freeze, mode in product((False, True), repeat=2):
+        ensemble = SharedStemEnsemble(around(Doubles), 2, stem="0", freeze=freeze).train(mode)
+        with pytest.raises(CannotSplitError, match="after '0': in two pieces its outputs are others"):
+            ensemble(torch.randn(3, 4))
+
+
+def test_a_frozen_stem_is_compared_as_it_was_cut():
+    """In eval mode, where its dropout does nothing."""
+
+    def build():
+        return nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 5), nn.Linear(5, 3))
+
+    ensemble = SharedStemEnsemble(build, 2, stem="1", freeze=True).train()
+    assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
+
+
+def test_every_kind_of_member_is_checked():
+    ensemble = Ensemble([around(nn.ReLU)(), Other()], share_after="0")
+    with pytest.raises(CannotSplitError, match="Other cannot be split after '0': in two pieces its outputs"):
+        ensemble(torch.randn(3, 4))
+
+
+class Other(nn.Sequential):
+    def __init__(self):
+        super().__init__(*around(Doubles)())
+
+
+def test_only_logits_count():
+    """Other outputs, however large, do not hide them."""
+
+    class Talks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.part, self.b = nn.Linear(4, 5), Doubles(), nn.Linear(5, 3)
+
+        def forward(self, x):
+            h = self.a(x)
+            return {"logits": self.b(self.part(h)), "h": 1000 * h}
+
+    ensemble = Ensemble(Talks, 2, share_after="a", output=lambda answer: answer["logits"])
+    with pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
+        ensemble(torch.randn(3, 4))
+
+
+class Unrepeatable(nn.Module):
+    """Draws from a generator that nobody knows of."""
+
+    numbers = np.random.default_rng(0)
+
+    def forward(self, x):
+        return x + float(self.numbers.normal())
+
+
+class OwnDice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dice = random.Random(0)
+
+    def forward(self, x):
+        return x if self.dice.random() < 0.5 else -x
+
+
+@pytest.mark.parametrize("part", [Unrepeatable, OwnDice])
+def test_generators_of_ones_own(part):
+    """Not repeatable is not wrong; what is kept whole draws anew."""
+    if part is Unrepeatable:  # a decision in Python, so that it is kept whole
+        part = type(
+            "Kept",
+            (Unrepeatable,),
+            {"forward": lambda self, x: Unrepeatable.forward(self, x) if x.sum() else x},
+        )
+    ensemble = Ensemble(around(part), 2, share_after="0", share_prob=0.0)
+    x = torch.randn(3, 4)
+    told = pytest.warns(UserWarning, match="not verified .*: it does not repeat itself")
+    with told if part is not OwnDice else nullcontext():
+        ensemble(x)
+    assert len({tuple(ensemble(x)[0].flatten().tolist()) for _ in range(20)}) > 1
+
+
+def test_a_part_that_remembers_is_kept_whole():
+    class Remembers(nn.Module):
+        def forward(self, x):
+            self.last = x
+            return x.relu()
+
+    ensemble = Ensemble(around(Remembers), 2, share_after="0", share_prob=0.0)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(ensemble(x)[1], ensemble.members[1](x))
+    assert ensemble.members[0][1].last.shape == (3, 5)
+
+
+def test_checkpointing_around_the_ensemble():
+    ensemble = Ensemble(around(nn.ReLU), 2, share_after="0")
+    x = torch.randn(6, 4, requires_grad=True)
+    checkpoint(ensemble, x, use_reentrant=False).sum().backward()
+    assert all(p.grad is not None for p in ensemble.parameters())
+    assert ensemble._unverified == {False}
+
+
+def test_nothing_to_judge_is_not_judged_for_ever():
+    ensemble = Ensemble(around(Norm, Doubles), 2, share_after="0")
+    for too_few in (0, 1):
+        with suppress(ValueError):  # batch normalisation's own
+            ensemble(torch.randn(too_few, 4))
+    assert ensemble._unverified == {True, False}
+    with pytest.raises(CannotSplitError, match="in two pieces"):
+        ensemble(torch.randn(2, 4))
+
+
+def test_sparse_gradients_and_other_default_types():
+    def build():
+        return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), Doubles(), nn.Linear(8, 3))
+
+    before = torch.get_default_dtype()
+    ensemble = Ensemble(build, 2, share_after="0")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
+            ensemble(torch.randint(9, (3, 2)))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_too_little_memory_is_no_fault_of_the_cut(monkeypatch):
+    ensemble = Ensemble(around(nn.ReLU), 2, share_after="0")
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(ensemble, "_in_pieces", fail)
+    with pytest.warns(UserWarning, match="Sequential was split after .0.,.* there is not enough memory"):
+        assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
+
+
+def test_a_network_that_cannot_be_copied_is_not_judged_and_that_is_said():
+    class Alone(nn.Module):
+        def forward(self, x):
+            return x.relu()
+
+        def __deepcopy__(self, memo):
+            raise TypeError("there is only one of me")
+
+    ensemble = Ensemble(
+        [nn.Sequential(nn.Linear(4, 5), Alone(), nn.Linear(5, 3)) for _ in range(2)], share_after="0"
+    )
+    with pytest.warns(UserWarning, match="not verified .*: it cannot be copied .there is only one of me"):
+        ensemble(torch.randn(3, 4))
+    ensemble(torch.randn(3, 4))  # said once
+
+
+def test_a_network_that_asks_for_more_than_two_examples():
+    """It is compared on all of them."""
+
+    class Eight(nn.Module):
+        sign = 1
+
+        def forward(self, x):
+            return self.sign * x.view(8, 5)
+
+    ensemble = Ensemble(around(Eight), 2, share_after="0", share_prob=0.0)
+    for member in ensemble.members:
+        member[1].sign = -1  # traced as 1
+    with pytest.raises(CannotSplitError, match="in two pieces its outputs are others"):
+        ensemble(torch.randn(8, 4))
+
+
+def test_transformed_ensembles_are_left_alone():
+    """Under torch.func, torch.compile and torch.export there is nothing to compare; they work as ever."""
+    ensemble = Ensemble(around(nn.ReLU), 2, share_after="0", share_at_test="off").eval()
+    x = torch.randn(3, 4)
+    jacobian = torch.func.jacrev(lambda x: ensemble(x).sum(0))(x)
+    assert jacobian.shape == (3, 3, 3, 4)
+    exported = torch.export.export(ensemble, (x,)).module()
+    torch.testing.assert_close(exported(x), ensemble(x))
+
+
+def test_the_whole_network_fails_by_itself():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError("mine")
+
+    ensemble = Ensemble(around(Fails), 2, share_after="0")
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        ensemble(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("start", [nn.init.normal_, nn.init.zeros_])  # a head at zero must hide nothing
+def test_gradients_of_what_changes_no_output(start):
+    def build():
+        network = made(lambda net, x: net.b(Reverse.apply(net.a(x))))()
+        start(network.b.weight)
+        return network
+
+    with pytest.raises(CannotSplitError, match="in two pieces its gradients are others"):
+        Ensemble(build, 2, share_after="a")(torch.randn(3, 4))
+
+
+# ---------------------------------------------------------------- shareable_layers
+
+
+def suggested(layers):
+    (layer,) = [layer for layer in layers if layer.suggested]
+    return layer
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_suggestion(name):
+    network, inputs, _, expected = KINDS[name]
+    layer = suggested(shareable_layers(network(), inputs()))
+    assert layer.name == expected
+    assert layer.problem is None
+    assert not layer.bypassed
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_layer_offered_can_be_cut_and_the_others_cannot(name):
+    network, inputs, *_ = KINDS[name]
+    net, x = network().eval(), inputs()
+    for layer in shareable_layers(net, x):
+        if layer.problem is None:
+            halves = split(net, layer.name)
+            h, rest = halves.stem(net, x)
+            assert tuple(h.shape[1:]) == layer.shape
+            tensors = [value for value in rest if isinstance(value, torch.Tensor)]
+            assert layer.bypassed or all(t.equal(x) or not t.is_floating_point() for t in tensors), layer
+            torch.testing.assert_close(halves.trunk(net, h, rest), net(x))
+        elif layer.shape is not None:
+            with pytest.raises(ValueError, match="cannot be split"):
+                split(net, layer.name)
+
+
+def by_name(layers):
+    return {layer.name: layer for layer in layers}
+
+
+def test_why_not():
+    layers = by_name(shareable_layers(ResNet(), images()))
+    assert layers["layer1.0.relu"].problem == "it is called 2 times"
+    assert layers["fc"].problem == "it is the network's output"
+    assert layers["layer1.0.conv1"].bypassed
+    assert not layers["layer1.0"].bypassed
+    assert layers["layer2"].shape == (16, 4, 4)
+
+
+def test_skips_pass_by_all_of_a_u_net_but_its_first_level():
+    layers = by_name(shareable_layers(UNet(), images()))
+    assert not layers["down1"].bypassed
+    assert all(layers[name].bypassed for name in ("pool", "down2", "bottom", "up2", "merge2", "up1"))
+
+
+def test_other_outputs_and_dead_ends():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.log, self.head = nn.GRU(6, 5), nn.Tanh(), nn.Linear(5, 3)
+
+        def forward(self, x):
+            h, state = self.rnn(x)
+            self.log(state)
+            return self.head(h)
+
+    layers = by_name(shareable_layers(Odd(), vectors()))
+    assert layers["rnn"].problem == "its output is a tuple, not one tensor"
+    assert layers["rnn"].shape is None
+    assert layers["log"].problem == "nothing after it uses its output"
+    assert not any(layer.suggested for layer in layers.values())
+
+
+class Routed(nn.Module):
+    """Sends its input one way or another."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.a(x) if x.sum() > 0 else x
+
+
+class Unpacks(nn.Module):
+    """Calls `join` in another way when `two` is kept whole, and so not known to return a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.two, self.join = Twice(), nn.Bilinear(5, 5, 5)
+
+    def forward(self, x):
+        h = self.two(x)
+        return self.join(*h) if isinstance(h, tuple) else self.join(h)
+
+
+class Twice(Routed):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+@pytest.mark.parametrize("part", [Routed, Unpacks])
+def test_inside_a_part_that_cannot_be_traced(part):
+    """Around it the network can be cut; inside, the reason names the part."""
+
+    def build():
+        return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), part(), nn.Linear(5, 3))
+
+    network, x, inside = build(), vectors(), "2.join" if part is Unpacks else "2.a"
+    network[0].weight.data *= network[:2](x).sum().sign()  # so that all parts run
+    layers = by_name(shareable_layers(network, x))
+    assert [name for name in layers if layers[name].problem is None] == ["0", "1", "2"]
+    assert layers[inside].problem.startswith("torch.fx cannot trace '2', which holds it (")
+    with pytest.raises(ValueError, match=f"cannot be split after '{inside}': torch.fx cannot trace it"):
+        Ensemble(build, 2, share_after=inside)
+    for name in ("0", "1", "2"):
+        ensemble = Ensemble(build, 2, share_after=name, share_at_test="off").eval()
+        for sign in (1, -1):  # both ways, not only the one that a trace would have taken
+            torch.testing.assert_close(ensemble(sign * x)[0], ensemble.members[0](sign * x))
+
+
+def test_one_of_two_branches():
+    """The input goes to the other branch as well: features are suggested where both have met."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+            self.act, self.pool, self.head = nn.ReLU(), nn.MaxPool2d(2), nn.LazyLinear(3)
+
+        def forward(self, x):
+            x = self.act(self.wide(x) + self.narrow(x))
+            return self.head(self.pool(x).flatten(1))
+
+    x = images()
+    network = Branches()
+    network(x)
+    layers = by_name(shareable_layers(network, x))
+    assert [layers[name].bypassed for name in ("wide", "narrow", "act")] == [True, True, False]
+    assert layers["act"].suggested
+
+
+def test_a_function_that_builds_a_network():
+    with pytest.raises(TypeError, match=r"Got type. Call it first: shareable_layers\(build\(\), x\)"):
+        shareable_layers(Routed, vectors())
+
+
+class Stochastic(nn.Module):
+    """Is traced in eval mode, and not in train mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = self.act(self.a(x))
+        if self.training and h.mean() > 0:
+            h = 2 * h
+        return self.b(h)
+
+
+class SkipsInTraining(Stochastic):
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(self.act(h) + h if self.training else self.act(h))
+
+
+def test_both_modes_count():
+    """An ensemble is cut in train mode and in eval mode."""
+    for layer in shareable_layers(Stochastic().eval(), vectors()):
+        assert layer.problem.startswith("torch.fx cannot trace it")
+        with pytest.raises(ValueError, match="torch.fx cannot trace it"):
+            Ensemble(Stochastic, 2, share_after=layer.name)
+    layers = by_name(shareable_layers(SkipsInTraining().eval(), vectors()))
+    assert [layers[name].bypassed for name in ("a", "act")] == [False, True]
+
+
+def test_weights_are_no_features():
+    """A parametrization is a submodule too, called with a weight."""
+
+    def normed():
+        layers = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5)), nn.ReLU(), nn.Linear(5, 3)
+        return nn.Sequential(*layers)
+
+    layers = by_name(shareable_layers(normed(), vectors()))
+    assert layers["0.parametrizations.weight"].problem == "its output does not depend on the input"
+    assert [name for name, layer in layers.items() if layer.problem is None] == ["0", "1"]
+    with pytest.raises(ValueError, match="its output does not depend on the input"):
+        Ensemble(normed, 2, share_after="0.parametrizations.weight")
+    assert layers["1"].suggested
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_torchscript_parts_are_layers():
+    def scripted():
+        return nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(6, 5), nn.ReLU())), nn.Linear(5, 3))
+
+    layer = suggested(shareable_layers(scripted(), vectors()))
+    assert (layer.name, layer.shape) == ("0", (5,))
+    assert Ensemble(scripted, 2, share_after="0")(vectors()).shape == (2, 3, 3)
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet20", "fcn"])
+def test_our_networks_are_cut_where_the_paper_says(name):
+    layer = suggested(shareable_layers(cmcl.networks.NETWORKS[name](), images(1)))
+    assert layer.name == "stem"
+    assert layer.bypassed == (name == "fcn")
+
+
+@pytest.mark.parametrize("name", ["vggnet17", "resnet20"])
+def test_the_rule_finds_the_papers_layer_by_itself(name):
+    """Without being told of stem and trunk, the rule ends up at the same features."""
+    network = cmcl.networks.NETWORKS[name]()
+    flat = nn.Sequential(*network.stem, *network.trunk)  # the same layers, unnamed
+    assert suggested(shareable_layers(flat, images(1))).name == str(len(network.stem) - 1)
+
+
+class Skipping(nn.Module):
+    """s[i + 1] = relu(layer i of s[i]) + s[skips[i]], where skips[i] is not None; s[0] is the input."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.skips = skips
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in skips)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        states = [x]
+        for layer, skip in zip(self.layers, self.skips, strict=True):
+            h = torch.relu(layer(states[-1]))
+            states.append(h if skip is None else h + states[skip])
+        return self.head(states[-1])
+
+
+@given(st.integers(1, 5).flatmap(lambda n: st.tuples(*(st.none() | st.integers(0, i) for i in range(n)))))
+@settings(max_examples=25, deadline=None)
+def test_any_pattern_of_skips(skips):
+    """A layer is crossed if a state that is older, but not the input, is added at its layer or later."""
+    net, x = Skipping(skips).eval(), torch.randn(2, 3)
+    layers = by_name(shareable_layers(net, x))
+    for i in range(len(skips)):
+        layer = layers[f"layers.{i}"]
+        later = [skip for skip in skips[i:] if skip is not None]
+        assert layer.problem is None
+        assert layer.bypassed == any(1 <= skip <= i for skip in later)
+        halves = split(net, layer.name)
+        torch.testing.assert_close(halves.trunk(net, *halves.stem(net, x)), net(x))
+
+
+def test_methods_called_stem_and_trunk():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def stem(self, x):
+            return self.a(x).relu()
+
+        def trunk(self, h):
+            return self.b(h)
+
+        def forward(self, x):
+            return self.trunk(self.stem(x))
+
+    layer = suggested(shareable_layers(Own(), vectors()))
+    assert layer[:4] == ("stem", "method", (5,), None)
+
+
+def test_looking_leaves_the_network_as_it_was():
+    net = ResNet().train()
+    net.bn1.eval()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    shareable_layers(net, images())
+    assert net.training
+    assert not net.bn1.training
+    assert all(value.equal(before[key]) for key, value in net.state_dict().items())
+    hooks = nn.modules.module
+    assert not hooks._global_forward_hooks
+    assert not hooks._global_forward_pre_hooks
+
+
+@pytest.fixture
+def command():
+    app = typer.Typer()
+    app.command()(layers_command)
+    return lambda *words: CliRunner().invoke(app, words)
+
+
+class TestLayersCommand:
+    def test_ours_by_name(self, command):
+        lines = command("resnet20", "--usable").stdout.splitlines()
+        assert lines[0].split() == ["share_after", "kind", "output", "note"]
+        assert lines[1].split() == ["stem", "Sequential", "16", "×", "32", "×", "32", "suggested"]
+
+    def test_json(self, command):
+        found = json.loads(
+            command(
+                "cnn", "--input", "1,16,16", "--option", "channels=1", "--option", "size=16", "--json"
+            ).stdout
+        )
+        assert found[0]["name"] == "stem"
+        assert found[0]["shape"] == [128, 12, 12]
+
+    def test_a_users_own(self, command, tmp_path, monkeypatch):
+        (tmp_path / "mynet.py").write_text(
+            "from torch import nn\ndef build(width=5):\n    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))\nnumber = 3\ndef wrong():\n    return 3\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        monkeypatch.delitem(sys.modules, "mynet", raising=False)
+        out = command("mynet:build", "--input", "4", "--option", "width=7").stdout
+        assert [line.split()[0] for line in out.splitlines() if "suggested" in line] == ["1"]
+        assert " 7 " in out
+        for words, message in {
+            ("mynet:nothing",): "mynet must have the function nothing",
+            ("mynet:number",): "mynet:number must be a function.* Got int",
+            ("mynet:wrong",): "mynet:wrong must return a torch.nn.Module. Got int",
+            ("mynet:build", "--option", "depth=2"): "takes the options given.*depth",
+            ("noone:build",): "noone must be a Python module that can be imported",
+            ("mynet",): "the network must be one of cnn, .* or MODULE:FUNCTION.* Got 'mynet'",
+            ("mynet:build", "--input", "4,x"): "--input must be sizes of one input.*Got '4,x'",
+        }.items():
+            with pytest.raises((ValueError, TypeError), match=message):
+                raise command(*words).exception
+
+    def test_words(self, command):
+        out = command("lookalikes:Words", "--input", "7", "--tokens", "20").stdout
+        assert [line.split()[0] for line in out.splitlines() if "suggested" in line] == ["blocks.0"]
