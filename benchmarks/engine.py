@@ -5,7 +5,7 @@ shape. The plain loop is a fair one: cuDNN autotuning, TF32, fused optimiser, da
 labels as in the paper, nothing else. The engine's rows are its whole loop: data order and gather, loss,
 telemetry.
 
-M members, R repeats, B batch.
+M members, B batch.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -28,11 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cmcl.training.step
-from cmcl import Ensemble, Options, Recipe, networks
-from cmcl.training.capture import Captured
-from cmcl.training.run import Run
-from cmcl.training.setup import settings
-from cmcl.training.step import Step
+from cmcl import Ensemble, Options, Recipe, fit, networks
+from cmcl.training.batches import Resident
+from cmcl.training.preflight import preflight
+from cmcl.training.step import Step, TrainState
 
 BATCH = {"resnet20": 128, "vggnet17": 128, "cnn": 64}
 BARS = {"resnet20": 7.0, "vggnet17": 4.0, "cnn": 2.5}  # the plain fp32 loop over the engine, on an H200
@@ -200,18 +199,6 @@ def synchronize(bench: Bench) -> None:
 # The engine, from the end of its first epoch on.
 
 
-class Timed(Run):
-    """A run that notes when each epoch, its report included, was over, and the work done by then."""
-
-    def __init__(self, clock: "Work", *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.clock, self.ends = clock, list[tuple[float, float, int]]()
-
-    def _epoch(self, epoch: int, step: Step | Captured) -> None:
-        super()._epoch(epoch, step)
-        self.ends.append((time.perf_counter(), self.clock.seconds, self.state.step))
-
-
 class Work:
     """Seconds in what any training loop must do: forward, loss, backward, optimiser. The rest is overhead."""
 
@@ -222,7 +209,7 @@ class Work:
     def watched(self) -> Iterator[None]:
         """Only where calls return when they are done, as on a CPU."""
         places = [
-            (Ensemble, "forward"),
+            (Step, "logits"),
             (cmcl.training.step, "confident_oracle_loss"),
             (Tensor, "backward"),
             (torch.optim.SGD, "step"),
@@ -248,50 +235,55 @@ class Work:
         return watched
 
 
-def engine(bench: Bench, recipe: Recipe, repeats: int = 1, **options: Any) -> float:
-    """Seconds a step of the whole loop; one epoch warms up."""
+def engine(bench: Bench, recipe: Recipe, **options: Any) -> float:
+    """Seconds a step of `fit`, from the speed in its telemetry; one epoch warms up."""
     steps = (1 + bench.epochs()) * bench.arguments.epoch
     recipe = replace(recipe, steps=steps, batch_size=bench.batch)
-    cut = "stem" if recipe.sharing else None
-    ensembles = [Ensemble(bench.build(recipe.members), share_after=cut) for _ in range(repeats)]
+    ensemble = Ensemble(bench.build(recipe.members), share_after="stem" if recipe.sharing else None)
     how, clock = Options(device=bench.arguments.device, quiet=True, **options), Work()
-    data = (bench.images, bench.targets)
-    watched = nullcontext() if bench.cuda else clock.watched()
-    with fast_kernels(), settings(how, range(repeats)), watched:
-        run = Timed(clock, ensembles, data, None, recipe, list(range(repeats)), how)
-        run.go(None, resume=False)
-    (begun, before, _), (ended, work, _) = run.ends[0], run.ends[-1]
-    bench.overhead = 1 - (work - before) / (ended - begun)
-    return bench.seconds([(moment, steps) for moment, _, steps in run.ends])
+    with fast_kernels(), nullcontext() if bench.cuda else clock.watched():
+        rows = fit(ensemble, (bench.images, bench.targets), recipe=recipe, options=how).rows
+    seconds = [bench.batch / row["images_per_second"] for row in rows]
+    bench.overhead = 1 - clock.seconds / (sum(seconds) * bench.arguments.epoch)
+    return fmean(seconds[1:]) if bench.cuda else min(seconds[1:])
 
 
-class InTurn(Run):
-    """A run that lets a plain step follow each of its own."""
-
-    plain: Callable[[int], None]
-    ratios: list[float]
-
-    def _epoch(self, epoch: int, step: Step | Captured) -> None:
-        def both() -> None:
-            moments = [time.perf_counter()]
-            for function in (step, lambda: self.plain(self.state.step)):
-                function()
-                moments.append(time.perf_counter())
-            self.ratios.append((moments[2] - moments[1]) / (moments[1] - moments[0]))
-
-        super()._epoch(epoch, both)  # type: ignore[arg-type]
+def make_step(
+    ensemble: Ensemble, data: tuple[Tensor, Tensor], recipe: Recipe, options: Options, **how: Any
+) -> tuple[Step, Resident]:
+    """A step as `fit` makes it first, uncaptured, and its batches."""
+    checks: dict[str, Any] = {"seed": 0, "task": None, "ignore_index": None, "options": options}
+    plan = preflight(ensemble, data, None, recipe=recipe, **checks)
+    plan.place(ensemble)
+    plan.train_mode(ensemble)
+    batches = plan.batches(ensemble)
+    assert isinstance(batches, Resident)
+    batches.seek(0, 0)
+    state = TrainState(ensemble, plan.recipe, 0, plan.monitored_classes, plan.device)
+    return Step(state, batches, objective=plan.recipe.objective, **how), batches
 
 
 def in_turn(bench: Bench, recipe: Recipe) -> list[float]:
     """The plain step's time over the engine's, in pairs: other work on a CPU hits both."""
     recipe = replace(recipe, steps=bench.arguments.steps + 1, batch_size=bench.batch)
-    how = Options(device=bench.arguments.device, quiet=True)
-    with fast_kernels(), settings(how, [0]):
-        ensemble = Ensemble(bench.build(recipe.members), share_after="stem")
-        run = InTurn([ensemble], (bench.images, bench.targets), None, recipe, [0], how)
-        run.plain, run.ratios = plain_step(bench, recipe.members, bf16=False), []
-        run.go(None, resume=False)
-    return run.ratios[1:]  # the first warms up
+    ensemble = Ensemble(bench.build(recipe.members), share_after="stem")
+    other, ratios, call = plain_step(bench, recipe.members, bf16=False), list[float](), Step.__call__
+
+    def both(step: Step) -> None:
+        moments = [time.perf_counter()]
+        for function in (lambda: call(step), lambda: other(step.state.step)):
+            function()
+            moments.append(time.perf_counter())
+        ratios.append((moments[2] - moments[1]) / (moments[1] - moments[0]))
+
+    Step.__call__ = both  # type: ignore[method-assign]
+    try:
+        with fast_kernels():
+            how = Options(device=bench.arguments.device, quiet=True)
+            fit(ensemble, (bench.images, bench.targets), recipe=recipe, options=how)
+    finally:
+        Step.__call__ = call  # type: ignore[method-assign]
+    return ratios[1:]  # the first warms up
 
 
 def measure_network(network: str, arguments: argparse.Namespace, deadline: float) -> None:
@@ -305,10 +297,6 @@ def measure_network(network: str, arguments: argparse.Namespace, deadline: float
         bench.measure("plain loop, bf16, channels last", m, lambda: plain(bench, m, bf16=True))
     bench.measure("engine, CMCL, sharing, stochastic labels", m, lambda: engine(bench, recipe))
     overhead = bench.overhead
-    for r in arguments.repeats:  # right after it, because they run the same compiled code
-        if r > 1:
-            name = f"engine, CMCL, {r} repeats x {m} members"
-            bench.measure(name, r * m, lambda r=r: engine(bench, recipe, r))  # type: ignore[misc]
     bench.measure("engine, IE", m, lambda: engine(bench, replace(silent, method="ie")))
     bench.measure("engine, CMCL, no sharing", m, lambda: engine(bench, silent))
     if bench.cuda:
@@ -331,7 +319,7 @@ def print_table(bench: Bench) -> None:
 
 def print_ratios(bench: Bench, overhead: float) -> None:
     """What the bars are about, as far as it was measured."""
-    rows, m = bench.rows, bench.arguments.members
+    rows = bench.rows
     ours = rows.get("engine, CMCL, sharing, stochastic labels")
     bar = BARS[bench.network]
 
@@ -351,13 +339,6 @@ def print_ratios(bench: Bench, overhead: float) -> None:
         rows.get("engine, IE"),
         " (at most 1.08 wanted)",
     )
-    for name, row in rows.items():
-        if "repeats" in name and ours:
-            wanted = " (at most 1 wanted" + (", 0.75 aimed at)" if bench.network == "resnet20" else ")")
-            print(
-                f"- cost per member, {row.members} / {m} members: "
-                f"{row.per_member / ours.per_member:.2f}{wanted}"
-            )
     if ours and not bench.cuda:
         print(
             f"- of a step, not forward, loss, backward or optimiser: {100 * overhead:.2f} % (under 5 wanted)"
@@ -385,7 +366,6 @@ def parse() -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--network", choices=[*BATCH, "all"], default="all")
     parser.add_argument("--members", type=int, default=5)
-    parser.add_argument("--repeats", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--steps", type=int, default=200 if device == "cuda" else 10, help="measured, a row")
     parser.add_argument("--epoch", type=int, default=100 if device == "cuda" else 2, help="steps an epoch")
     parser.add_argument("--batch", type=int, help="images; by default the paper's")

@@ -19,16 +19,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from engine import BATCH, CMCL, fast_kernels
+from engine import BATCH, CMCL, fast_kernels, make_step
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from cmcl import Ensemble, Options, networks
 from cmcl.reproduction.environment import commit, device_name, versions
-from cmcl.training import run as loop
-from cmcl.training.capture import Captured, captured
-from cmcl.training.lanes import Compiler
-from cmcl.training.setup import settings
+from cmcl.training.batches import Resident
+from cmcl.training.cuda import Captured, Compiler, captured, execution
 from cmcl.training.step import Step
 
 
@@ -65,7 +63,7 @@ def with_plain_norms(module: nn.Module) -> nn.Module:
 
 
 class Grouped:
-    """Calls of alike members as one call, instead of `Lanes`."""
+    """Calls of alike members as one call, instead of `Runner`."""
 
     def __init__(self, ensemble: Ensemble, compiler: Compiler | None) -> None:
         members = list(ensemble.members)
@@ -107,36 +105,27 @@ def measure(asked: argparse.Namespace, members: int, *, grouped: bool) -> float:
     images, targets = torch.randn(50 * batch, 3, 32, 32), torch.randint(10, (50 * batch,))
     options = Options(device=asked.device, quiet=True)
 
-    def capture(step: Step) -> Step | Captured:
-        if grouped:
-            step.members = [Grouped(ensemble, Compiler())]  # type: ignore[list-item]
-        return captured(step)
-
     chosen = dict(pair.split("=") for pair in asked.inductor)
     inductor = {name: ast.literal_eval(value) for name, value in chosen.items()}
     compiling = torch._inductor.config.patch(**inductor) if inductor else nullcontext()
-    with fast_kernels(), settings(options, [0]), compiling:
-        run = loop.Run([ensemble], (images, targets), None, recipe, [0], options)
-        ensemble.train()
-        loop.captured = capture
-        try:
-            step = run._make_step(0)
-        finally:
-            loop.captured = captured
-        if grouped and isinstance(step, Step):  # not captured: a CPU
-            step.members = [Grouped(ensemble, None)]  # type: ignore[list-item]
-        return 1000 * seconds(run, step, asked.steps)
+    cuda = torch.device(asked.device).type == "cuda"
+    how = {"precision": "bf16", "compile": True, "streams": True} if cuda else {}
+    with fast_kernels(), execution(options, 0), compiling:
+        step, batches = make_step(ensemble, (images, targets), recipe, options, **how)
+        if grouped:
+            step.run = Grouped(ensemble, Compiler() if cuda else None)  # type: ignore[assignment]
+        return 1000 * seconds(captured(step) if cuda else step, batches, asked.steps)
 
 
-def seconds(run: loop.Run, step: Step | Captured, steps: int) -> float:
+def seconds(step: Step | Captured, batches: Resident, steps: int) -> float:
     """For one step, the mean of many after as many to warm up."""
     for _ in range(2):
         begun = time.perf_counter()
         for number in range(steps):
             if number % 40 == 0:
-                run.source.begin(0, 0)
+                batches.seek(0, 0)
             step()
-        if run.device.type == "cuda":
+        if batches.images.is_cuda:
             torch.cuda.synchronize()
         took = time.perf_counter() - begun
     return took / steps

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from engine import BATCH, CMCL, fast_kernels
+from engine import BATCH, CMCL, fast_kernels, make_step
 from torch.profiler import ProfilerActivity, profile
 
 from cmcl import Ensemble, Options, networks
-from cmcl.training.run import Run
-from cmcl.training.setup import settings
+from cmcl.training.cuda import captured, execution
 
 REPLAYS = 20
 
@@ -32,11 +31,9 @@ def main() -> None:
     ensemble = Ensemble(networks.NETWORKS[asked.network], recipe.members, share_after=cut)
     data = torch.randn(50 * recipe.batch_size, 3, 32, 32), torch.randint(10, (50 * recipe.batch_size,))
     options = Options(device="cuda", quiet=True)
-    with fast_kernels(), settings(options, [0]):
-        run = Run([ensemble], data, None, recipe, [0], options)
-        ensemble.train()
-        step = run._make_step(0)
-        run.source.begin(0, 0)
+    with fast_kernels(), execution(options, 0):
+        made, _ = make_step(ensemble, data, recipe, options, precision="bf16", compile=True, streams=True)
+        step = captured(made)
         step()
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:

@@ -107,9 +107,13 @@ def telemetry_row(record, epoch):
     m, dense = record.recipe["members"], "test" in record.entropy
     share = 1.0 if record.recipe["method"] == "ie" else record.recipe["overlap"] / m
     row = {"epoch": epoch, "step": 10 * epoch, "seed": record.seed, "loss": 2 / epoch, "lr": 0.1}
-    row |= {"winners_entropy": 1 / epoch, "losers_entropy": 2 - 1 / epoch, "win_rates": [share] * m}
+    row |= {
+        "specialist_entropy": 1 / epoch,
+        "nonspecialist_entropy": 2 - 1 / epoch,
+        "specialist_fraction": [share] * m,
+    }
     row |= {"top1": 50 / epoch, "oracle": 20 / epoch, "member": 60 / epoch}
-    return row if dense else row | {"win_rates_by_class": [[share] * 10 for _ in range(m)]}
+    return row if dense else row | {"specialist_fraction_by_class": [[share] * 10 for _ in range(m)]}
 
 
 def save_gallery(folder, record, classes=None):

@@ -153,7 +153,7 @@ class TestOutput:
         result = cmcl.fit(
             ensemble, (x, y), recipe=recipe, test=(x, y), options=cmcl.Options(quiet=True, device="cpu")
         )
-        assert 0 <= result.scores[0]["top1"] <= 100
+        assert 0 <= result.scores["top1"] <= 100
 
     def test_without_it_the_error_shows_the_way(self, form, share_after):
         wrap, _, message = OUTPUTS[form]

@@ -1,4 +1,4 @@
-"""Whatever the recipe: a run stopped anywhere ends as the whole one, and a repeat as it does alone."""
+"""Whatever the recipe: a run stopped anywhere ends as the whole one."""
 
 import tempfile
 from pathlib import Path
@@ -52,31 +52,28 @@ def recipes(draw):
 @given(
     recipe=recipes(),
     examples=st.sampled_from([5, 13, 40]),
-    seeds=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True),
+    seed=st.integers(0, 9),
     loader=st.booleans(),
     stops=st.lists(st.integers(0, 8), min_size=1, max_size=3),
     every=st.integers(0, 2),
 )
-def test_stopped_and_resumed_as_whole(recipe, examples, seeds, loader, stops, every):
+def test_stopped_and_resumed_as_whole(recipe, examples, seed, loader, stops, every):
     loader = loader and not recipe.adversarial
-    seeds = seeds[:1] if loader else seeds
 
     def train():
         both = data(examples)
         return DataLoader(TensorDataset(*both), recipe.batch_size, shuffle=True) if loader else both
 
-    def go(first, *, out=None, resume=False, seeds=seeds, seconds=60.0):
-        """Ensembles with weights from the seeds `first`, first + 1, ..., trained; a resumed run has its own."""
-        ensembles = []
-        for r in range(len(seeds)):
-            torch.manual_seed(first + r)
-            ensembles.append(Ensemble(network, recipe.members, share_after="0" if recipe.sharing else None))
+    def go(first, *, out, resume=False, seconds=60.0):
+        """An ensemble with weights from the seed `first`, trained; a resumed run has its own."""
+        torch.manual_seed(first)
+        ensemble = Ensemble(network, recipe.members, share_after="0" if recipe.sharing else None)
         options = Options(quiet=True, device="cpu", evaluate_every=every, checkpoint_seconds=seconds)
         test = data(20, seed=5)
         result = fit(
-            ensembles, train(), recipe=recipe, seed=seeds, test=test, out=out, resume=resume, options=options
+            ensemble, train(), recipe=recipe, seed=seed, test=test, out=out, resume=resume, options=options
         )
-        return [weights(ensemble) for ensemble in ensembles], result
+        return weights(ensemble), result
 
     with tempfile.TemporaryDirectory() as name:
         whole, parts = Path(name, "whole"), Path(name, "parts")
@@ -88,9 +85,6 @@ def test_stopped_and_resumed_as_whole(recipe, examples, seeds, loader, stops, ev
             except Interrupted:
                 continue
         found, resumed = go(70, out=parts, resume=True)
-        assert all(map(identical, found, expected))
+        assert identical(found, expected)
         assert told(parts) == told(whole)
         assert (resumed.scores, resumed.steps) == (result.scores, result.steps)
-    last = len(seeds) - 1
-    (alone,), _ = go(last, seeds=seeds[last:])
-    assert identical(alone, expected[last])

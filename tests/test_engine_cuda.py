@@ -24,12 +24,11 @@ from torch import nn
 from cmcl import Ensemble, Options, Recipe, fit
 from cmcl.networks import NETWORKS, resnet20
 from cmcl.training import Diverged, Interrupted
-from cmcl.training.capture import Captured
+from cmcl.training.batches import Resident
 from cmcl.training.checkpoint import Checkpoints
-from cmcl.training.optimizer import set_lr
-from cmcl.training.source import Resident
-from cmcl.training.state import State
-from cmcl.training.step import Step
+from cmcl.training.cuda import Captured
+from cmcl.training.optim import set_lr
+from cmcl.training.step import Step, TrainState
 from helpers import only_our_warnings
 
 pytestmark = [
@@ -110,38 +109,22 @@ class Draws:
         self.labels.copy_(labels)
 
 
-def train(
-    ensembles,
-    data,
-    recipe,
-    *,
-    compile=False,
-    capture=False,
-    given=False,
-    seeds=None,
-    steps=STEPS,
-    epsilon=None,
-):
+def train(ensemble, data, recipe, *, compile=False, capture=False, given=False, steps=STEPS, epsilon=None):
     """20 steps as the loop takes them, on masks and labels that are handed in, or drawn by the step."""
-    seeds = seeds or list(range(len(ensembles)))
     images, targets = (tensor.cuda() for tensor in data)
-    images = images.to(next(ensembles[0].parameters()).dtype)
-    source = Resident(images, targets, recipe.batch_size, seeds, torch.device("cuda"))
+    images = images.to(next(ensemble.parameters()).dtype)
+    source = Resident(images, targets, recipe.batch_size, 0, torch.device("cuda"))
     classes = 10 if targets.ndim == 1 else 1
-    state = State(ensembles, seeds, recipe, classes, torch.device("cuda"))
+    state = TrainState(ensemble, recipe, 0, classes, torch.device("cuda"))
     objective, draws = recipe.objective, None
     if given:
-        (ensemble,) = ensembles
         draws = Draws(ensemble, images, targets, 10 if targets.ndim == 1 else 2)
-        ensemble.forward = partial(ensemble.forward, masks=draws.masks)
+        ensemble.share = partial(ensemble.share, masks=draws.masks)
         objective = objective | {"labels": draws.labels}
         draws.draw(0)
     step = Step(
-        ensembles,
+        state,
         source,
-        state.optimizer,
-        recipe,
-        state.tallies,
         objective=objective,
         ignore_index=255 if targets.ndim > 1 else None,
         compile=compile,
@@ -150,19 +133,19 @@ def train(
     )
     torch.cuda.manual_seed(1)
     set_lr(state.optimizer, recipe.lr)
-    source.begin(0, 0)
+    source.seek(0, 0)
     call = Captured(step) if capture else step
     for epoch in range(steps):
         for number in source.steps(epoch):
             if number == source.steps(epoch).start and number < steps:
-                source.begin(epoch, number)
+                source.seek(epoch, number)
             if number < steps:
                 set_lr(state.optimizer, recipe.lr_at(number, STEPS))
                 if draws:
                     draws.draw(number)
                 call()
     torch.cuda.synchronize()
-    return SimpleNamespace(weights=[learned(e) for e in ensembles], state=state)
+    return SimpleNamespace(weights=learned(ensemble), state=state)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -172,7 +155,7 @@ def test_captured_compiled_and_eager_steps_agree(name):
     start = learned(build(name))
 
     def weights(**how):
-        return train([build(name)], examples(name), RECIPE, given=True, **how).weights[0]
+        return train(build(name), examples(name), RECIPE, given=True, **how).weights
 
     with only_our_warnings():
         eager = weights()
@@ -194,7 +177,7 @@ def test_compiled_and_eager_steps_agree_in_float64(name):
 
     def weights(**how):
         ensemble = build(name, dtype=torch.float64)
-        return train([ensemble], examples(name), RECIPE, given=True, steps=5, **how).weights[0]
+        return train(ensemble, examples(name), RECIPE, given=True, steps=5, **how).weights
 
     with only_our_warnings():
         apart = distance(weights(compile=True), weights(), learned(build(name, dtype=torch.float64)))
@@ -209,7 +192,7 @@ def test_captured_and_eager_steps_draw_the_same(name):
     for dtype, close in ((torch.float64, CLOSE64), (torch.float32, CLOSE)):
 
         def run(dtype=dtype, **how):
-            return train([build(name, dtype=dtype, **options)], examples(name), RECIPE, **how).weights[0]
+            return train(build(name, dtype=dtype, **options), examples(name), RECIPE, **how).weights
 
         start = learned(build(name, dtype=dtype, **options))
         apart = distance(run(capture=True), run(), start)
@@ -220,8 +203,8 @@ def test_captured_and_eager_steps_draw_the_same(name):
 def test_other_draws_would_be_noticed():
     """The yardstick: what the tolerance is compared with."""
     start = learned(build())
-    ours = train([build()], examples(), RECIPE).weights[0]
-    theirs = train([build()], examples(), RECIPE, given=True).weights[0]
+    ours = train(build(), examples(), RECIPE).weights
+    theirs = train(build(), examples(), RECIPE, given=True).weights
     assert distance(ours, theirs, start) > 5 * CLOSE
 
 
@@ -247,20 +230,11 @@ def test_every_replay_draws_anew_and_as_often_as_said():
     ensemble = Ensemble(Look, 2, share_after="stem").cuda().train()
     images, targets = torch.zeros(N, 400, device="cuda"), torch.zeros(N, dtype=torch.long, device="cuda")
     recipe = Recipe(members=2, steps=STEPS, batch_size=B, lr=1e-6, labels="sampled")
-    source = Resident(images, targets, B, [0], torch.device("cuda"))
-    state = State([ensemble], [0], recipe, 10, torch.device("cuda"))
-    step = Step(
-        [ensemble],
-        source,
-        state.optimizer,
-        recipe,
-        state.tallies,
-        objective=recipe.objective,
-        compile=True,
-        streams=True,
-    )
+    source = Resident(images, targets, B, 0, torch.device("cuda"))
+    state = TrainState(ensemble, recipe, 0, 10, torch.device("cuda"))
+    step = Step(state, source, objective=recipe.objective, compile=True, streams=True)
     # the statistics of a step that broke are put back, and so `seen` is only what a good step leaves
-    source.begin(0, 0)
+    source.seek(0, 0)
     with only_our_warnings():
         captured = Captured(step)
     seen = []
@@ -275,12 +249,10 @@ def test_every_replay_draws_anew_and_as_often_as_said():
 def test_the_captured_loop_never_waits_for_the_device():
     ensemble = build()
     images, targets = (tensor.cuda() for tensor in examples())
-    source = Resident(images, targets, B, [0], torch.device("cuda"))
-    state = State([ensemble], [0], RECIPE, 10, torch.device("cuda"))
-    step = Step(
-        [ensemble], source, state.optimizer, RECIPE, state.tallies, objective=RECIPE.objective, streams=True
-    )
-    source.begin(0, 0)
+    source = Resident(images, targets, B, 0, torch.device("cuda"))
+    state = TrainState(ensemble, RECIPE, 0, 10, torch.device("cuda"))
+    step = Step(state, source, objective=RECIPE.objective, streams=True)
+    source.seek(0, 0)
     captured = Captured(step)
     torch.cuda.synchronize()
     with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
@@ -288,42 +260,10 @@ def test_the_captured_loop_never_waits_for_the_device():
     try:
         for number in range(4):
             set_lr(state.optimizer, 0.1 / (number + 1))
-            source.feed()
             captured()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert state.tallies[0].read()["loss"] > 0
-
-
-class TestRepeats:
-    """Nothing is left to chance here: on a GPU repeats draw from one generator, in turn."""
-
-    recipe = Recipe(members=M, overlap=2, steps=STEPS, batch_size=B, lr=1e-5, clip_norm=1.0)
-
-    def ensemble(self, seed):
-        ensemble = build(seed=seed)
-        ensemble.share_prob = 1.0
-        return ensemble
-
-    @pytest.mark.parametrize("compile", [False, True])
-    def test_captured_together_as_each_alone(self, compile):
-        torch.compiler.reset()
-        seeds = [4, 1, 6]
-        with only_our_warnings():
-            together = train(
-                [self.ensemble(seed) for seed in seeds],
-                examples(),
-                self.recipe,
-                seeds=seeds,
-                capture=True,
-                compile=compile,
-            )
-        for r, seed in enumerate(seeds):
-            alone = train([self.ensemble(seed)], examples(), self.recipe, seeds=[seed])
-            start = learned(self.ensemble(seed))
-            assert distance(together.weights[r], alone.weights[0], start) < CLOSE
-            ours, theirs = together.state.tallies[r].read(), alone.state.tallies[0].read()
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+    assert state.monitor.row()["loss"] > 0
 
 
 class TestAdversarial:
@@ -337,7 +277,7 @@ class TestAdversarial:
         epsilon = (0.05 * (data[0].amax(0) - data[0].amin(0))).cuda().double()
 
         def weights(**how):
-            return train([build(share=False, dtype=torch.float64)], data, recipe, **how).weights[0]
+            return train(build(share=False, dtype=torch.float64), data, recipe, **how).weights
 
         start = learned(build(share=False, dtype=torch.float64))
         eager, clean = weights(epsilon=epsilon), weights()
@@ -431,8 +371,8 @@ class TestFit:
             )
         first, last = result.rows[0], result.rows[-1]
         assert last["loss"] < first["loss"]
-        assert result.scores[0]["top1"] < 20
-        assert sum(last["win_rates"]) == pytest.approx(2)
+        assert result.scores["top1"] < 20
+        assert sum(last["specialist_fraction"]) == pytest.approx(2)
         assert next(ensemble.parameters()).dtype == torch.float32
         assert last["images_per_second"] > 0
 
@@ -479,15 +419,16 @@ class TestFit:
 @contextmanager
 def interrupted_at(monkeypatch, number):
     """SIGINT before the so many-th step."""
-    feed, count = Resident.feed, itertools.count()
+    epoch, count = Resident.epoch, itertools.count()
 
-    def feed_and_interrupt(self):
-        if next(count) == number:
-            signal.raise_signal(signal.SIGINT)
-        feed(self)
+    def interrupted(self, *arguments):
+        for size in epoch(self, *arguments):
+            if next(count) == number:
+                signal.raise_signal(signal.SIGINT)
+            yield size
 
     with monkeypatch.context() as patch:
-        patch.setattr(Resident, "feed", feed_and_interrupt)
+        patch.setattr(Resident, "epoch", interrupted)
         yield
 
 
@@ -524,11 +465,9 @@ class TestNaN:
         """One poisoned image; the step that meets it is known from the order of the stream."""
         images, targets = examples()
         images[20] = torch.nan
-        source = Resident(images, targets, B, [5], torch.device("cpu"))
-        source.begin(0, 0)
-        bad = next(
-            number for number in source.steps(0) if source.batch(0)[0].isnan().any() or source.advance()
-        )
+        source = Resident(images, targets, B, 5, torch.device("cpu"))
+        source.seek(0, 0)
+        bad = next(n for n in source.steps(0) if source.current()[0].isnan().any() or source.advance())
         assert bad > 0, "choose another image"
         ensemble = build()
         options = Options(quiet=True, compile=False, checkpoint_seconds=0.0)
@@ -538,10 +477,10 @@ class TestNaN:
         said = "the loss of member [0, 1, 2], or its gradient, is NaN or infinite at step"
         assert f"{said} {bad}, with lr 0.01" in str(error.value)
         kept = Checkpoints(tmp_path / "checkpoints").latest()
-        assert kept.step == bad
+        assert kept.facts.step == bad
         for key, value in ensemble.state_dict().items():
             assert value.isfinite().all()
-            assert value.cpu().equal(kept.tensors[f"ensemble.0.{key}"])
+            assert value.cpu().equal(kept.tensors[f"ensemble.{key}"])
 
 
 def test_memory_of_a_captured_run_is_bounded():

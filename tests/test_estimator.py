@@ -76,14 +76,14 @@ def test_shapes_and_meaning(fitted, iris):
 @pytest.mark.parametrize(("members", "overlap"), [(1, 1), (2, 1), (3, 2), (4, 3), (5, 3)])
 def test_default_overlap_fits_the_members(iris, members, overlap):
     model = CMCLClassifier(members=members, epochs=1).fit(*iris)
-    assert model.win_rates_.sum() == pytest.approx(overlap)
+    assert model.specialist_fraction_.sum() == pytest.approx(overlap)
     assert model.get_params()["overlap"] is None
 
 
-def test_win_rates(fitted):
-    assert fitted.win_rates_.shape == (3,)
-    assert fitted.win_rates_.sum() == pytest.approx(2), "each example is learned by K = 2 members"
-    np.testing.assert_allclose(fitted.win_rates_by_class_.sum(0), [2, 2, 2])
+def test_specialist_fraction(fitted):
+    assert fitted.specialist_fraction_.shape == (3,)
+    assert fitted.specialist_fraction_.sum() == pytest.approx(2), "each example is learned by K = 2 members"
+    np.testing.assert_allclose(fitted.specialist_fraction_by_class_.sum(0), [2, 2, 2])
 
 
 def test_it_is_what_fit_and_recipe_make(iris):

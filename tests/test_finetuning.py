@@ -503,7 +503,7 @@ def test_members_that_are_not_alike():
 
 def test_the_engine_takes_gradients_of_features_used_many_times():
     """On a GPU the members' trunks run on streams of their own, over one and the same tensor."""
-    from cmcl.training.lanes import _Joined
+    from cmcl.training.cuda import _Joined
 
     h = torch.randn(2, 3, requires_grad=True)
     a, b = _Joined.apply(h, h)

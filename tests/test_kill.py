@@ -33,7 +33,7 @@ import os, sys, time
 sys.path[:0] = [sys.argv[1], sys.argv[2]]
 from pathlib import Path
 import cmcl._files, cmcl.training.checkpoint
-from cmcl.training import checkpoint, source, step, telemetry, train
+from cmcl.training import batches, checkpoint, loop, monitor, step
 from dataclasses import replace
 import test_train as t
 
@@ -75,16 +75,17 @@ def file_of(handle):
     return "after a rename, before fsync of the folder" if name == "checkpoints" else "before fsync of the rows"
 
 before(os, "fsync", file_of)
-before(checkpoint.Checkpoints, "_make_newest", lambda *_: "after a checkpoint, older ones still there")
+before(checkpoint.Checkpoints, "_remove_all_but", lambda *_: "after a checkpoint, older ones still there")
 before(step.Step, "__call__", lambda *_: "before a step")
-before(step.Step, "_forward", lambda *_: "inside a step: forward")
-before(telemetry.Telemetry, "write", lambda *_: "before a row")
-before(telemetry.Telemetry, "rewind", lambda *_: "before rewinding the rows")
-before(source.Resident, "advance", lambda *_: "inside a step: weights changed")
+before(step.Step, "forward", lambda *_: "inside a step: forward")
+before(monitor.TelemetryFile, "write", lambda *_: "before a row")
+before(monitor.TelemetryFile, "__init__", lambda *_: "before rewinding the rows")
+before(batches.Resident, "advance", lambda *_: "inside a step: weights changed")
 
 recipe = replace(t.RECIPE, epochs=None, steps=int(sys.argv[4]))
 ensemble = t.small()
-t.fit(ensemble, t.data(), recipe=recipe, seed=2, out=sys.argv[3], resume=True,
+t.fit(ensemble, t.data(), recipe=recipe, seed=2, out=sys.argv[3],
+      resume=checkpoint.last_step(Path(sys.argv[3])) is not None,
       options=replace(t.QUIET, checkpoint_seconds=0.0))
 print("done", flush=True)
 '''

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 from cmcl import Ensemble, Recipe
-from cmcl.training.optimizer import make_optimizer
+from cmcl.training.optim import make_optimizer
 
 RECIPE = Recipe(members=2, steps=1, lr=0.5, momentum=0.0, weight_decay=0.2)
 
@@ -46,7 +46,7 @@ def decayed(make):
     """The parameters of one layer that shrink though their gradient is 0, by lr * weight_decay."""
     layer = make()
     ensemble = Ensemble([layer, nn.Linear(2, 2)])
-    optimizer = make_optimizer([ensemble], RECIPE)
+    optimizer = make_optimizer(ensemble, RECIPE)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
     for p in ensemble.parameters():
         p.grad = torch.zeros_like(p)

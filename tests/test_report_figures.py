@@ -104,7 +104,7 @@ def test_training_curves():
 
 def test_what_was_not_recorded_is_not_drawn():
     run = run_of("digits-ie")
-    run.rows = [row.model_copy(update={"top1": None, "losers_entropy": 0.0}) for row in run.rows]
+    run.rows = [row.model_copy(update={"top1": None, "nonspecialist_entropy": 0.0}) for row in run.rows]
     titles = [panel.title for panel in figures.training("f", "t", [run]).panels]
     assert "top-1 error, %" not in titles
     assert "entropy of non-specialists, nats" not in titles
@@ -112,18 +112,18 @@ def test_what_was_not_recorded_is_not_drawn():
 
 def test_win_rates():
     run = run_of("digits-mcl")
-    run.rows[2].win_rates_by_class[1][:] = [1.0] + [0.0] * 9
-    figure = figures.win_rates("f", "t", run, 1)
+    run.rows[2].specialist_fraction_by_class[1][:] = [1.0] + [0.0] * 9
+    figure = figures.specialist_fraction("f", "t", run, 1)
     assert [panel.title for panel in figure.panels] == [f"member {m}" for m in range(5)]
     assert [p["wins"] for p in values(figure.panels[1]) if p["epoch"] == 3] == [100] + [0] * 9
-    dense = figures.win_rates("f", "t", run_of("shapes-cmcl", classes=2), 1)
+    dense = figures.specialist_fraction("f", "t", run_of("shapes-cmcl", classes=2), 1)
     assert len(dense.panels) == 1
     assert [s.name for s in dense.legend] == ["member 0", "member 1", "member 2"]
 
 
 def test_long_runs_are_thinned():
     run = run_of("digits-mcl", epochs=500)
-    points = values(figures.win_rates("f", "t", run, 4).panels[0])
+    points = values(figures.specialist_fraction("f", "t", run, 4).panels[0])
     epochs = sorted({p["epoch"] for p in points})
     assert (epochs[0], epochs[-1]) == (1, 500)
     assert len(points) * 5 * 4 <= figures.MOST_POINTS
@@ -234,7 +234,7 @@ RUNG = {"length": "2 epochs", "rows": [{"beta": 0.5, "overlap": 1, "held_out": 4
 
 def test_charts_use_tokens_for_all_colours():
     runs = [run_of("digits-ie"), run_of("digits-mcl")]
-    made = [figures.win_rates("f", "t", runs[1], 1)]
+    made = [figures.specialist_fraction("f", "t", runs[1], 1)]
     made += [draw("a", "t", runs) for draw in (figures.heat_maps, figures.entropies, figures.reliability)]
     made += [draw("b", "t", runs) for draw in (figures.risk_coverage, figures.training)]
     made.append(figures.tuning({"recipe": "r", "beta": 0.5, "overlap": 1, "rungs": [RUNG]}))

@@ -13,8 +13,7 @@ from cmcl.reproduction.evaluate import predictions
 from cmcl.reproduction.recipes import DIGITS, RECIPES
 from cmcl.reproduction.record import Record
 from cmcl.reproduction.runner import build, load_data, run, run_folder
-from cmcl.training.locking import FolderInUseError, locked
-from cmcl.training.run import Run
+from cmcl.training.checkpoint import FolderInUseError, RunFolder, locked
 from report_samples import changed
 
 OPTIONS = cmcl.Options(device="cpu", quiet=True)
@@ -147,7 +146,7 @@ class TestProvenance:
             monkeypatch.setenv("CMCL_COMMIT", commit)
             with monkeypatch.context() as patch:
                 if stop_at is not None:
-                    patch.setattr(Run, "_save_or_stop", stopping_at(stop_at))
+                    patch.setattr(RunFolder, "due", stopping_at(stop_at))
                 (record,) = run("tiny-ie", out=tmp_path, options=changed(OPTIONS, **changes))
             return record
 
@@ -233,14 +232,15 @@ class TestProvenance:
 
 
 def stopping_at(step):
-    """The engine's own look at the signals, with one that comes after so many steps."""
-    look = Run._save_or_stop
+    """`RunFolder.due`, with a signal that comes after so many steps."""
+    due, count = RunFolder.due, iter(range(1, 10**6))
 
-    def stop(self):
-        self.keeper.interrupt.asked, self.keeper.interrupt.name = self.state.step == step, "SIGTERM"
-        look(self)
+    def signalled(self):
+        if next(count) + (self._saved_step or 0) == step:
+            self._signals.received = "SIGTERM"
+        return due(self)
 
-    return stop
+    return signalled
 
 
 def test_a_device_that_cannot_compute():

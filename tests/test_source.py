@@ -4,26 +4,25 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from cmcl.training.source import Loaded, Resident
+from cmcl.training.batches import Loaded, Resident
 
 CPU = torch.device("cpu")
 
 
-def resident(n, batch, seeds=(0,)):
+def resident(n, batch, seed=0):
     """Example i is the image i, its target i % 7."""
     images = torch.arange(n, dtype=torch.float32).reshape(n, 1, 1, 1)
-    return Resident(images, torch.arange(n) % 7, batch, list(seeds), CPU)
+    return Resident(images, torch.arange(n) % 7, batch, seed, CPU)
 
 
-def take(source, epoch, first=None, repeat=0):
+def take(source, epoch, first=None):
     """The examples of an epoch's steps, (steps, B), from step `first` on."""
     steps = source.steps(epoch)
     first = steps.start if first is None else first
-    source.begin(epoch, first)
     rows = []
-    for _ in range(first, steps.stop):
-        source.feed()
-        images, targets = source.batch(repeat)
+    for size in source.epoch(epoch, first):
+        images, targets = source.current()
+        assert len(targets) == size
         assert (images.flatten().long() % 7).equal(targets)
         rows.append(images.flatten().long())
         source.advance()
@@ -61,27 +60,19 @@ class TestResident:
 
     def test_the_order_follows_seed_and_epoch_alone(self):
         torch.manual_seed(1)
-        first = take(resident(20, 5, [3]), 2)
+        first = take(resident(20, 5, 3), 2)
         torch.manual_seed(2)
-        source = resident(20, 5, [3])
+        source = resident(20, 5, 3)
         for epoch in (4, 0):
             take(source, epoch)
         assert take(source, 2).equal(first)
         assert not take(source, 3).equal(first)
-        assert not take(resident(20, 5, [4]), 2).equal(first)
+        assert not take(resident(20, 5, 4), 2).equal(first)
 
     def test_drawing_it_leaves_the_global_generator_alone(self):
         before = torch.get_rng_state()
         take(resident(20, 5), 0)
         assert torch.get_rng_state().equal(before)
-
-    def test_repeats_have_orders_of_their_own_as_if_alone(self):
-        together = resident(20, 5, [3, 4, 5])
-        orders = [take(together, 1, repeat=r) for r in range(3)]
-        for seed, order in zip((3, 4, 5), orders, strict=True):
-            assert order.equal(take(resident(20, 5, [seed]), 1))
-        assert not orders[0].equal(orders[1])
-        assert not orders[1].equal(orders[2])
 
     def test_more_than_there_is(self):
         source = resident(3, 128)
@@ -90,16 +81,11 @@ class TestResident:
 
     def test_all_that_a_step_changes_is_its_row(self):
         source = resident(10, 4)
-        source.begin(0, 1)
-        (row,) = source.state()
+        source.seek(0, 1)
+        (row,) = source.tensors()
         assert row.item() == 1
         source.advance()
         assert row.item() == 2
-
-    @pytest.mark.parametrize(("n", "targets"), [(3, 4), (0, 0)])
-    def test_images_and_targets_that_do_not_fit(self, n, targets):
-        with pytest.raises(ValueError, match=rf"as many, and not none. Got {n} and {targets}."):
-            Resident(torch.zeros(n, 1), torch.zeros(targets), 2, [0], CPU)
 
 
 class Noisy(TensorDataset):
@@ -112,19 +98,17 @@ class Noisy(TensorDataset):
 
 def loaded(n=10, batch=4, seed=0, kind=TensorDataset, **options):
     data = kind(torch.arange(n, dtype=torch.float32).reshape(n, 1), torch.arange(n))
-    return Loaded(DataLoader(data, batch_size=batch, **options), [seed], CPU)
+    return Loaded(DataLoader(data, batch_size=batch, **options), seed, CPU, lambda x: x)
 
 
 def draw(source, epoch, first=None):
     """The batches of an epoch; in between the global generator is used by others, as a step does."""
     steps = source.steps(epoch)
     first = steps.start if first is None else first
-    source.begin(epoch, first)
     batches = []
-    for _ in range(first, steps.stop):
-        source.feed()
-        batches.append(source.batch(0))
-        source.advance()
+    for size in source.epoch(epoch, first):
+        batches.append(source.current())
+        assert len(batches[-1][1]) == size
     return batches
 
 
@@ -154,12 +138,3 @@ class TestLoaded:
             assert same(draw(make(), 1, first), whole[first - 3 :])
         assert not same(draw(make(), 2), whole)
         assert not same(draw(make(seed=1), 1), whole)
-
-    def test_several_seeds_need_orders_of_their_own(self):
-        loader = DataLoader(TensorDataset(torch.zeros(4, 2), torch.zeros(4)), 2)
-        with pytest.raises(TypeError, match="train must be tensors for several seeds at once"):
-            Loaded(loader, [0, 1], torch.device("cpu"))
-
-    def test_empty(self):
-        with pytest.raises(ValueError, match="train must hold at least one batch. Got an empty DataLoader."):
-            loaded(n=0)

@@ -1,4 +1,4 @@
-"""The step against a plain training loop, compiled, in repeats and in pieces: the same weights every time.
+"""The step against a plain training loop, compiled and in parts: the same weights every time.
 
 M members, B batch, C classes.
 """
@@ -17,15 +17,13 @@ from torch._dynamo.backends.common import aot_autograd
 
 import cmcl
 from cmcl import Ensemble, Recipe, _checks
-from cmcl.data.batches import epoch_seed
 from cmcl.networks import NETWORKS
 from cmcl.training import step as engine_step
-from cmcl.training.lanes import Compiler, Lanes
-from cmcl.training.optimizer import make_optimizer, set_lr
-from cmcl.training.setup import compiler_settings
-from cmcl.training.source import Resident
-from cmcl.training.state import State
-from cmcl.training.step import Step
+from cmcl.training.batches import Resident, epoch_seed
+from cmcl.training.checkpoint import _tensors
+from cmcl.training.cuda import Compiler, Runner, compiler_settings, joined
+from cmcl.training.optim import make_optimizer, set_lr
+from cmcl.training.step import Step, TrainState
 from helpers import only_our_warnings
 
 CPU = torch.device("cpu")
@@ -69,26 +67,21 @@ def data(size=5, channels=1, n=N, classes=CLASSES, dense=False):
     return images, torch.randint(classes, shape, generator=generator)
 
 
-def make(ensembles, recipe, seeds=(0,), examples=None, **options):
+def make(ensemble, recipe, seed=0, examples=None, **options):
     """A step with all that it needs, as the loop makes it; (step, state)."""
     images, targets = examples or data()
-    source = Resident(images, targets, recipe.batch_size, list(seeds), CPU)
-    classes = CLASSES if targets.ndim == 1 else 1
-    state = State(ensembles, list(seeds), recipe, classes, CPU)
-    options = {"objective": recipe.objective, "randomness": state.randomness} | options
-    for ensemble in ensembles:
-        ensemble.train()
-    step = Step(ensembles, source, state.optimizer, recipe, state.tallies, **options)
-    return step, state
+    batches = Resident(images, targets, recipe.batch_size, seed, CPU)
+    state = TrainState(ensemble.train(), recipe, seed, CLASSES if targets.ndim == 1 else 1, CPU)
+    return Step(state, batches, **{"objective": recipe.objective} | options), state
 
 
 def run(step, state, recipe, steps=20):
     """What the loop does, without looking at anything."""
-    source = step.source
+    batches = step.batches
     for epoch in range(steps):
-        own = [s for s in source.steps(epoch) if s < steps]
+        own = [s for s in batches.steps(epoch) if s < steps]
         if own:
-            source.begin(epoch, own[0])
+            batches.seek(epoch, own[0])
         for number in own:
             set_lr(state.optimizer, recipe.lr_at(number, steps))
             step()
@@ -209,14 +202,14 @@ class TestAgainstAPlainLoop:
         recipe = replace(RECIPE, weight_decay=0.01, **changes)
         ours, theirs = small(), small()
         before = weights(ours)
-        run(*make([ours], recipe, [5]), recipe)
+        run(*make(ours, recipe, 5), recipe)
         plain_training(list(theirs.members), make_plain(groups(theirs.members, 0.01)), recipe, seed=5)
         assert difference(weights(ours), weights(theirs)) < (2e-5 if "adam" in recipe.optimizer else 1e-6)
         assert difference(weights(ours), before) > 0.05, "they learned something"
 
     def test_weight_decay_would_be_noticed(self):
         ours, theirs = small(), small()
-        run(*make([ours], RECIPE, [5]), RECIPE)
+        run(*make(ours, RECIPE, 5), RECIPE)
         plain = torch.optim.SGD(groups(theirs.members, 0.01), 0.05, momentum=0.9)
         plain_training(list(theirs.members), plain, RECIPE, seed=5)
         assert difference(weights(ours), weights(theirs)) > 1e-4
@@ -224,37 +217,12 @@ class TestAgainstAPlainLoop:
     def test_clipped(self):
         recipe = replace(RECIPE, clip_norm=0.1)
         ours, theirs, free = small(), small(), small()
-        run(*make([ours], recipe, [5]), recipe)
-        run(*make([free], RECIPE, [5]), RECIPE)
+        run(*make(ours, recipe, 5), recipe)
+        run(*make(free, RECIPE, 5), RECIPE)
         plain = torch.optim.SGD(groups(theirs.members, 0.0), 0.05, momentum=0.9)
         plain_training(list(theirs.members), plain, recipe, seed=5, clip=0.1)
         assert difference(weights(ours), weights(theirs)) < 1e-6
         assert difference(weights(ours), weights(free)) > 1e-2
-
-
-class TestRepeats:
-    def test_bit_identical_to_each_alone(self):
-        recipe, seeds = replace(RECIPE, clip_norm=0.5), (3, 1, 8)
-        together = [small(seed) for seed in seeds]
-        run(*make(together, recipe, seeds), recipe)
-        for seed, ensemble in zip(seeds, together, strict=True):
-            alone = small(seed)
-            run(*make([alone], recipe, [seed]), recipe)
-            assert identical(weights(alone), weights(ensemble))
-
-    def test_each_has_draws_of_its_own(self):
-        together = [small(0), small(0)]
-        run(*make(together, RECIPE, (3, 4)), RECIPE, steps=1)
-        assert not identical(weights(together[0]), weights(together[1]))
-
-    def test_sums_are_kept_apart(self):
-        together, alone = [small(0), small(1)], [small(1)]
-        step, state = make(together, RECIPE, (3, 4))
-        run(step, state, RECIPE, steps=5)
-        other, lonely = make(alone, RECIPE, [4])
-        run(other, lonely, RECIPE, steps=5)
-        assert state.tallies[1].read() == lonely.tallies[0].read()
-        assert state.tallies[0].read() != lonely.tallies[0].read()
 
 
 class TestAccumulation:
@@ -267,7 +235,7 @@ class TestAccumulation:
         ensembles = [small(norm=False, drop=0.0) for _ in range(2)]
         for ensemble, recipe in zip(ensembles, (whole, parts), strict=True):
             ensemble.share_prob = 1.0  # nothing left to chance
-            run(*make([ensemble], recipe), recipe)
+            run(*make(ensemble, recipe), recipe)
         assert difference(*map(weights, ensembles)) < 1e-6
 
     def test_fewer_examples_than_pieces(self):
@@ -277,7 +245,7 @@ class TestAccumulation:
             ensembles = [small(norm=False, drop=0.0) for _ in range(2)]
             for ensemble, recipe in zip(ensembles, (whole, replace(whole, accumulate=4)), strict=True):
                 ensemble.share_prob = 1.0
-                run(*make([ensemble], recipe, examples=data(n=n)), recipe)
+                run(*make(ensemble, recipe, examples=data(n=n)), recipe)
             assert difference(*map(weights, ensembles)) < 1e-6
 
 
@@ -286,7 +254,7 @@ class TestOptimizer:
         member = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         member[1].weight = member[0].weight
         ensemble = Ensemble([member, nn.Linear(4, 4)])
-        optimizer = make_optimizer([ensemble], RECIPE)
+        optimizer = make_optimizer(ensemble, RECIPE)
         assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
 
     def test_frozen_weights_stay_out(self):
@@ -294,54 +262,45 @@ class TestOptimizer:
         for p in ensemble.members[0].parameters():
             p.requires_grad_(False)
         before = weights(ensemble)
-        run(*make([ensemble], RECIPE), RECIPE)
+        run(*make(ensemble, RECIPE), RECIPE)
         after = weights(ensemble)
         moved = {key for key in after if not after[key].equal(before[key]) and "running" not in key}
         assert moved
         assert not any(key.startswith("members.0.") for key in moved if "num_batches" not in key)
-
-    def test_nothing_to_learn(self):
-        ensemble = small().requires_grad_(False)
-        with pytest.raises(ValueError, match="an ensemble must have weights that learn. Got none"):
-            make_optimizer([ensemble], RECIPE)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_loss_that_is_nan_leaves_weights_statistics_and_moments(optimizer):
     recipe = replace(RECIPE, optimizer=optimizer)
     ensemble = small()
-    step, state = make([ensemble], recipe)
+    step, state = make(ensemble, recipe)
     run(step, state, recipe, steps=3)
-    kept = {key: value.clone() for key, value in state.tensors().items()}
-    step.source.images[:] = math.nan
+    kept = {key: value.clone() for key, value in _tensors(state).items()}
+    step.batches.images[:] = math.nan
     for _ in range(2):  # and so it stays
         step()
-    now = state.tensors()
+    now = _tensors(state)
     for key in kept:
-        if not key.startswith(("tally", "random")):
+        if not key.startswith(("monitor", "random")):
             assert now[key].equal(kept[key]), key
-    assert state.tallies[0].bad.tolist() == [3, 3, 3]
+    assert state.monitor.diverged.tolist() == [3, 3, 3]
 
 
-class TestLanes:
+class TestRunner:
     def test_in_turn_without_streams(self):
-        assert Lanes()([partial(pow, 2, k) for k in (1, 2, 3)]) == [2, 4, 8]
+        assert Runner()([partial(pow, 2, k) for k in (1, 2, 3)]) == [2, 4, 8]
 
     def test_the_join_is_invisible(self):
-        from cmcl.training.lanes import _joined
-
         x = [torch.randn(3, requires_grad=True), torch.randn(3), torch.randn(3, requires_grad=True)]
-        calls = _joined([partial(torch.mul, own, 2.0) for own in x])
+        calls = joined([partial(torch.mul, own, 2.0) for own in x])
         assert calls[1].args[0] is x[1]
         sum(call().sum() for call in calls).backward()
         assert [None if own.grad is None else own.grad.tolist() for own in x] == [[2.0] * 3, None, [2.0] * 3]
 
     def test_after_the_join_a_network_may_work_in_place(self):
-        from cmcl.training.lanes import _joined
-
         x = [torch.randn(3, requires_grad=True) for _ in range(2)]
         features = [own * 1.0 for own in x]
-        calls = _joined([partial(torch.Tensor.mul_, own, 2.0) for own in features])
+        calls = joined([partial(torch.Tensor.mul_, own, 2.0) for own in features])
         sum(call().square().sum() for call in calls).backward()
         for own, feature in zip(x, features, strict=True):
             assert feature.equal(own)  # what was saved for the way back is untouched
@@ -357,9 +316,9 @@ class TestCompiled:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken_backend))
         ours, theirs = small(), small()
         with pytest.warns(UserWarning, match="runs uncompiled, and slower: no compiler on this mach") as seen:
-            run(*make([ours], RECIPE, compile=True), RECIPE)
+            run(*make(ours, RECIPE, compile=True), RECIPE)
         assert len(seen) == 1
-        run(*make([theirs], RECIPE), RECIPE)
+        run(*make(theirs, RECIPE), RECIPE)
         assert identical(weights(ours), weights(theirs))
 
     def test_a_backward_pass_that_cannot_be_compiled(self, monkeypatch):
@@ -368,9 +327,9 @@ class TestCompiled:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
         ours, theirs = small(), small()
         with compiler_settings(), pytest.warns(UserWarning, match="and slower: no compiler on this") as seen:
-            run(*make([ours], RECIPE, compile=True), RECIPE)
+            run(*make(ours, RECIPE, compile=True), RECIPE)
         assert len(seen) == 1
-        run(*make([theirs], RECIPE), RECIPE)
+        run(*make(theirs, RECIPE), RECIPE)
         assert identical(weights(ours), weights(theirs))
 
     def test_errors_of_the_network_are_its_own(self):
@@ -402,7 +361,7 @@ class TestCompiled:
             torch.manual_seed(0)
             ensemble = Ensemble(lambda: NETWORKS[name](**options), 2, share_after="stem").to(dtype)
             examples = images.to(dtype), targets
-            run(*make([ensemble], recipe, examples=examples, compile=compile), recipe, steps)
+            run(*make(ensemble, recipe, examples=examples, compile=compile), recipe, steps)
             return weights(ensemble)
 
         with only_our_warnings(), torch._inductor.config.patch(fallback_random=True):
@@ -425,13 +384,13 @@ def test_every_call_draws_anew():
     ensemble = small()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_step, "confident_oracle_loss", look)
-        run(*make([ensemble], RECIPE), RECIPE, steps=5)
+        run(*make(ensemble, RECIPE), RECIPE, steps=5)
     assert len(drawn) == 5
     assert all(not a.equal(b) for a, b in pairwise(drawn))
 
 
 def test_only_the_training_thread_looks_away():
-    """A step leaves NaN for the tally to find; whoever computes a loss beside it is told."""
+    """A step leaves NaN for the monitor to find; whoever computes a loss beside it is told."""
     broken, targets = torch.full((2, 1, 3), torch.nan), torch.zeros(1, dtype=torch.long)
     loss = partial(cmcl.confident_oracle_loss, broken, targets, overlap=1)
     with _checks.blindly(), ThreadPoolExecutor(1) as another:

@@ -1,6 +1,6 @@
 """The loop: what it trains, tells, saves and finds again; every way to stop and go on gives the same weights.
 
-M members, N examples, B batch, R repeats.
+M members, N examples, B batch.
 """
 
 import itertools
@@ -28,12 +28,10 @@ from cmcl import Ensemble, Options, Recipe, evaluate, fit
 from cmcl._files import DiskFullError
 from cmcl.data import Dataset
 from cmcl.pretrained import SharedStemEnsemble
-from cmcl.training import Diverged, Interrupted
-from cmcl.training import run as engine_run
+from cmcl.training import Diverged, Interrupted, loop
 from cmcl.training import step as engine_step
-from cmcl.training.admission import fitting
-from cmcl.training.checkpoint import Checkpoints
-from cmcl.training.locking import FolderInUseError, locked
+from cmcl.training.checkpoint import Checkpoints, FolderInUseError, locked
+from cmcl.training.preflight import fitting
 
 ROOT = Path(__file__).parents[1]
 N, B, M, CLASSES = 40, 8, 3, 4  # 5 steps an epoch
@@ -141,12 +139,11 @@ def before_step(number, act):
 
 
 class TestRows:
-    def test_one_an_epoch_and_repeat(self, tmp_path):
-        ensembles = [small(0), small(1)]
-        result = fit(ensembles, data(), recipe=RECIPE, seed=[5, 6], out=tmp_path, options=QUIET)
+    def test_one_an_epoch(self, tmp_path):
+        result = fit(small(), data(), recipe=RECIPE, seed=5, out=tmp_path, options=QUIET)
         rows = told(tmp_path)
         assert [(row["epoch"], row["step"], row["seed"]) for row in rows] == [
-            (epoch, 5 * epoch, seed) for epoch in (1, 2, 3, 4) for seed in (5, 6)
+            (epoch, 5 * epoch, 5) for epoch in (1, 2, 3, 4)
         ]
         assert [row["loss"] for row in result.rows] == [row["loss"] for row in rows]
         assert "loss" not in repr(result), "a person who prints it is not to read all of the telemetry"
@@ -159,16 +156,18 @@ class TestRows:
         k = recipe.objective["overlap"]
         beta = recipe.objective["beta"]
         for row in fit(small(), data(), recipe=recipe, options=QUIET).rows:
-            assert sum(row["win_rates"]) == pytest.approx(k)
-            for column in zip(*row["win_rates_by_class"], strict=True):
+            assert sum(row["specialist_fraction"]) == pytest.approx(k)
+            for column in zip(*row["specialist_fraction_by_class"], strict=True):
                 assert sum(column) == pytest.approx(k)
-            assert len(row["win_rates_by_class"][0]) == CLASSES
+            assert len(row["specialist_fraction_by_class"][0]) == CLASSES
             # classes are as many here, so that the mean over them is the overall rate
-            for rate, by_class in zip(row["win_rates"], row["win_rates_by_class"], strict=True):
+            for rate, by_class in zip(
+                row["specialist_fraction"], row["specialist_fraction_by_class"], strict=True
+            ):
                 assert rate == pytest.approx(sum(by_class) / CLASSES)
             assert row["loss"] == pytest.approx(row["task"] + beta * row["kl"], rel=1e-5)
-            assert 0 < row["winners_entropy"] <= math.log(CLASSES)
-            assert (row["losers_entropy"] == 0) == (k == M)
+            assert 0 < row["specialist_entropy"] <= math.log(CLASSES)
+            assert (row["nonspecialist_entropy"] == 0) == (k == M)
             assert row["gradient_norm"] > 0
 
     def test_against_one_step_by_hand(self):
@@ -183,9 +182,11 @@ class TestRows:
         recipe = replace(RECIPE, steps=1, epochs=None, labels="exact", share_prob=0.0)
         (row,) = fit(ensemble, (images, targets), recipe=recipe, options=QUIET).rows
         assert row["loss"] == pytest.approx(loss.total.item(), rel=1e-5)
-        assert row["win_rates"] == pytest.approx(loss.assignment.float().mean(1).tolist())
-        assert row["winners_entropy"] == pytest.approx(entropy[loss.assignment].mean().item(), rel=1e-4)
-        assert row["losers_entropy"] == pytest.approx(entropy[~loss.assignment].mean().item(), rel=1e-4)
+        assert row["specialist_fraction"] == pytest.approx(loss.assignment.float().mean(1).tolist())
+        assert row["specialist_entropy"] == pytest.approx(entropy[loss.assignment].mean().item(), rel=1e-4)
+        assert row["nonspecialist_entropy"] == pytest.approx(
+            entropy[~loss.assignment].mean().item(), rel=1e-4
+        )
         assert row["lr"] == 0.05
 
     def test_the_learning_rate_of_the_last_step(self):
@@ -207,9 +208,9 @@ class TestRows:
         ensemble = Ensemble(lambda: cmcl.networks.fcn(filters=(3, 4)), 2, share_after="stem")
         recipe = Recipe(members=2, epochs=1, batch_size=4, lr=0.1)
         result = fit(ensemble, (images, targets), recipe=recipe, test=(images, targets), options=QUIET)
-        assert sum(result.rows[0]["win_rates"]) == pytest.approx(1)
-        assert "win_rates_by_class" not in result.rows[0]
-        assert 0 <= result.scores[0]["oracle"] <= result.scores[0]["member"] <= 100
+        assert sum(result.rows[0]["specialist_fraction"]) == pytest.approx(1)
+        assert "specialist_fraction_by_class" not in result.rows[0]
+        assert 0 <= result.scores["oracle"] <= result.scores["member"] <= 100
 
 
 class Stubborn(nn.Module):
@@ -275,8 +276,8 @@ class TestDeadMembers:
 class TestRecipes:
     def test_warm_start_is_an_independent_ensemble_at_first(self):
         rows = fit(small(), data(), recipe=replace(RECIPE, warm_start=2), options=QUIET).rows
-        assert [sum(row["win_rates"]) for row in rows] == pytest.approx([3, 3, 2, 2])
-        assert rows[0]["win_rates"] == [1, 1, 1]
+        assert [sum(row["specialist_fraction"]) for row in rows] == pytest.approx([3, 3, 2, 2])
+        assert rows[0]["specialist_fraction"] == [1, 1, 1]
         independent = fit(small(), data(), recipe=replace(RECIPE, method="ie"), options=QUIET).rows
         assert [row["loss"] for row in rows[:2]] == [row["loss"] for row in independent[:2]]
 
@@ -292,28 +293,16 @@ class TestRecipes:
         recipe = replace(RECIPE, epochs=40)
         ensemble = small()
         result = fit(ensemble, data(200), recipe=recipe, test=data(100, seed=5), options=QUIET)
-        assert result.scores[0]["top1"] < 15
-        assert result.scores[0]["oracle"] <= result.scores[0]["top1"]
-
-    def test_repeats_are_bit_identical_to_each_alone(self):
-        seeds = [3, 1, 8]
-        together = [small(seed) for seed in seeds]
-        result = fit(together, data(), recipe=RECIPE, seed=seeds, test=data(20), options=QUIET)
-        for seed, ensemble, scores in zip(seeds, together, result.scores, strict=True):
-            alone = small(seed)
-            own = fit(alone, data(), recipe=RECIPE, seed=seed, test=data(20), options=QUIET)
-            assert identical(weights(alone), weights(ensemble))
-            assert own.scores == [scores]
-            drop = {"images_per_second"}
-            assert [{k: v for k, v in row.items() if k not in drop} for row in own.rows] == [
-                {k: v for k, v in row.items() if k not in drop} for row in result.rows if row["seed"] == seed
-            ]
+        assert result.scores["top1"] < 15
+        assert result.scores["oracle"] <= result.scores["top1"]
 
     def test_what_does_not_fit_the_ensemble(self):
         with pytest.raises(ValueError, match=r"recipe.members must be 3, as in the ensemble. Got 5."):
             fit(small(), data(), recipe=replace(RECIPE, members=5))
-        with pytest.raises(ValueError, match=r"seed must give 2 numbers, one an ensemble. Got 1."):
+        with pytest.raises(TypeError, match="ensemble must be a cmcl.Ensemble. Got list"):
             fit([small(), small(1)], data(), recipe=RECIPE)
+        with pytest.raises(ValueError, match="seed must be between"):
+            fit(small(), data(), recipe=RECIPE, seed=10**22)
         images, targets = data()
         with pytest.raises(ValueError, match=r"targets must be between 0 and 3 .* Got 0 to 4"):
             fit(small(), (images, targets + (targets == 3)), recipe=RECIPE, options=QUIET)
@@ -345,12 +334,12 @@ class TestSharing:
         fit(open_one, data(), recipe=self.OPEN, out=tmp_path, options=QUIET)
         fit(said, data(), recipe=replace(self.OPEN, sharing=True), options=QUIET)
         assert identical(weights(open_one), weights(said))
-        kept = Checkpoints(tmp_path / "checkpoints").latest().state["recipe"]
+        kept = Checkpoints(tmp_path / "checkpoints").latest().facts.recipe
         assert kept == replace(self.OPEN, sharing=True).to_json()
 
     def test_left_open_and_not_shared(self, tmp_path):
         fit(Ensemble(Small, M), data(), recipe=self.OPEN, out=tmp_path, options=QUIET)
-        kept = Checkpoints(tmp_path / "checkpoints").latest().state["recipe"]
+        kept = Checkpoints(tmp_path / "checkpoints").latest().facts.recipe
         assert kept == replace(self.OPEN, sharing=False).to_json()
 
     def test_the_probability_of_ones_own_ensemble(self):
@@ -373,13 +362,6 @@ class TestSharing:
         fit(self.one_stem(), data(), recipe=self.OPEN, options=QUIET)
         fit(Ensemble(Small, M), data(), recipe=replace(off, epochs=1), options=QUIET)
 
-    def test_repeats_of_different_kinds(self):
-        with pytest.raises(ValueError, match="ensembles must share features alike"):
-            fit([small(), Ensemble(Small, M)], data(), recipe=self.OPEN, seed=[0, 1], options=QUIET)
-        several = [Ensemble(Small, M, share_after="stem", share_prob=prob) for prob in (0.5, 0.7)]
-        with pytest.raises(ValueError, match=r"Got probability 0.5, probability 0.7."):
-            fit(several, data(), recipe=self.OPEN, seed=[0, 1], options=QUIET)
-
     def test_adversarial_training_with_an_ensemble_that_shares(self):
         with pytest.raises(ValueError, match="adversarial training must not share"):
             fit(small(), data(), recipe=replace(self.OPEN, adversarial=0.1), options=QUIET)
@@ -401,7 +383,7 @@ class TestEvaluation:
         assert (len(kept), len(held)) == (60, 20)
         looked, reported = evaluate(ensemble, held), evaluate(ensemble, test)
         assert {key: result.rows[-1][key] for key in looked} == looked
-        assert result.scores == [reported]
+        assert result.scores == reported
         assert looked != reported
         alone = small()
         fit(alone, kept, recipe=replace(recipe, validation=0.0), options=QUIET)
@@ -452,7 +434,7 @@ class TestInputs:
         result = fit(small(), loader, recipe=replace(RECIPE, epochs=3), test=loader, options=QUIET)
         assert result.steps == 12
         assert [row["step"] for row in result.rows] == [4, 8, 12]
-        assert sum(result.rows[0]["win_rates"]) == pytest.approx(2)
+        assert sum(result.rows[0]["specialist_fraction"]) == pytest.approx(2)
 
     def test_a_loader_with_a_batch_smaller_than_its_pieces(self):
         loader = DataLoader(TensorDataset(*data(18)), batch_size=8)  # 8, 8, 2
@@ -480,7 +462,6 @@ class TestInputs:
         ensemble = small()
         fit(ensemble, data(), recipe=RECIPE, options=QUIET)
         assert torch.rand(3).equal(first)
-        assert ensemble.run is cmcl.ensemble.in_turn
         torch.set_rng_state(before)
 
     def test_nothing_is_written_unless_asked(self, tmp_path, monkeypatch):
@@ -504,7 +485,7 @@ def test_another_task_is_not_resumed(tmp_path):
     smooth = partial(nn.functional.cross_entropy, reduction="none", label_smoothing=0.1)
     with before_step(6, interrupt), pytest.raises(Interrupted):
         fit(small(), data(), recipe=RECIPE, task=smooth, out=tmp_path, options=QUIET)
-    with pytest.raises(ValueError, match=r"task must be that of the run to be resumed, cross_entropy .*0.1"):
+    with pytest.raises(ValueError, match=r"task must be that of the run to resume, cross_entropy .*0.1"):
         fit(small(), data(), recipe=RECIPE, out=tmp_path, resume=True, options=QUIET)
     fit(small(), data(), recipe=RECIPE, task=smooth, out=tmp_path, resume=True, options=QUIET)
 
@@ -529,8 +510,8 @@ class TestDivergence:
         assert all(value.isfinite().all() for value in good.values())
         assert identical(weights(ensemble), good)
         kept = Checkpoints(tmp_path / "a" / "checkpoints").latest()
-        assert kept.step == 7
-        assert identical({key: kept.tensors[f"ensemble.0.{key}"] for key in good}, good)
+        assert kept.facts.step == 7
+        assert identical({key: kept.tensors[f"ensemble.{key}"] for key in good}, good)
 
     def test_the_last_checkpoint_can_be_resumed(self, tmp_path):
         with pytest.raises(Diverged):
@@ -542,25 +523,11 @@ class TestDivergence:
 
     def test_it_is_noticed_before_a_checkpoint_is_written(self, tmp_path, monkeypatch):
         """As on a GPU, where looking at every step would cost too much."""
-        monkeypatch.setattr(engine_run.Run, "_epoch", _blind(engine_run.Run._epoch))
+        check, calls = loop._check_finite, itertools.count(1)
+        monkeypatch.setattr(loop, "_check_finite", lambda *args: next(calls) % 2 or check(*args))
         with pytest.raises(Diverged, match="at step 7"):
             fit(poisoned(7), data(), recipe=APART, seed=2, out=tmp_path, options=ALWAYS)
-        assert Checkpoints(tmp_path / "checkpoints").latest().step == 7
-
-    def test_all_repeats_stop_and_the_seed_is_named(self):
-        with pytest.raises(Diverged, match=r"seed 4: the loss of member \[2\],.* at step 3"):
-            fit([poisoned(99), poisoned(3, member=2)], data(), recipe=APART, seed=[3, 4], options=QUIET)
-
-
-def _blind(epoch):
-    def run(self, *arguments):
-        device, self.device = self.device, torch.device("meta")
-        try:
-            epoch(self, *arguments)
-        finally:
-            self.device = device
-
-    return run
+        assert Checkpoints(tmp_path / "checkpoints").latest().facts.step == 7
 
 
 def stopped(folder, number, act=interrupt, error=Interrupted, **options):
@@ -582,7 +549,7 @@ class TestResume:
     def test_bit_identical_after_an_interrupt_anywhere(self, whole, tmp_path, number):
         text = stopped(tmp_path, number)
         assert text.startswith(
-            f"stopped by SIGINT at step {number + 1} of 20. It is saved in {tmp_path}: go on"
+            f"stopped by SIGINT at step {number + 1} of 20. It is saved in {tmp_path}: resume it"
         )
         assert len(told(tmp_path)) == (number + 1) // 5
         ensemble = go(tmp_path, resume=True)
@@ -599,10 +566,10 @@ class TestResume:
     def test_asked_to_stop_while_the_end_is_saved(self, whole, tmp_path, monkeypatch):
         save = Checkpoints.save
 
-        def saved(self, step, *arguments):
-            if step == 20:
+        def saved(self, tensors, facts):
+            if facts.step == 20:
                 interrupt()
-            return save(self, step, *arguments)
+            return save(self, tensors, facts)
 
         with monkeypatch.context() as patch:
             patch.setattr(Checkpoints, "save", saved)
@@ -621,7 +588,7 @@ class TestResume:
         for number, error in ((6, KeyboardInterrupt()), (5, MemoryError()), (3, RuntimeError("bug"))):
             act, kind, resume = fail(error), type(error), (tmp_path / "checkpoints").exists()
             stopped(tmp_path, number, act, kind, options=ALWAYS, resume=resume)
-        assert Checkpoints(tmp_path / "checkpoints").latest().step == 14
+        assert Checkpoints(tmp_path / "checkpoints").latest().facts.step == 14
         assert identical(weights(go(tmp_path, resume=True)), whole[0])
         assert told(tmp_path) == whole[1]
 
@@ -647,19 +614,6 @@ class TestResume:
             stopped(folder, number, recipe=recipe)
             assert identical(weights(go(folder, resume=True, recipe=recipe)), weights(ensemble))
             assert told(folder) == told(tmp_path / "whole")
-
-    def test_repeats(self, tmp_path):
-        def run(folder, resume=False):
-            ensembles = [small(0), small(1)]
-            fit(ensembles, data(), recipe=RECIPE, seed=[3, 4], out=folder, resume=resume, options=QUIET)
-            return [weights(ensemble) for ensemble in ensembles]
-
-        expected = run(tmp_path / "whole")
-        with before_step(7, interrupt), pytest.raises(Interrupted):
-            run(tmp_path / "parts")
-        for ours, theirs in zip(run(tmp_path / "parts", resume=True), expected, strict=True):
-            assert identical(ours, theirs)
-        assert told(tmp_path / "parts") == told(tmp_path / "whole")
 
     @pytest.mark.parametrize("shuffle", [False, True])
     def test_a_loader(self, tmp_path, shuffle):
@@ -688,8 +642,43 @@ class TestResume:
             assert identical(weights(ensemble), first)
             assert told(folder) == rows
 
-    def test_resuming_what_never_began(self, whole, tmp_path):
-        assert identical(weights(go(tmp_path / "new", resume=True, ensemble=small())), whole[0])
+    def test_a_finished_run_is_not_saved_again(self, tmp_path):
+        go(tmp_path, ensemble=small())
+        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").iterdir()}
+        go(tmp_path, resume=True)
+        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").iterdir()} == before
+
+    def test_nothing_to_resume(self, tmp_path):
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(ValueError, match="must hold a checkpoint to resume from. It holds notes.txt."):
+            go(tmp_path, resume=True)
+        with pytest.raises(ValueError, match="It holds nothing."):
+            go(tmp_path / "new", resume=True)
+
+    def test_max_seconds(self, whole, tmp_path):
+        with before_step(3, lambda: time.sleep(0.6)), pytest.raises(Interrupted) as stop:
+            go(tmp_path, ensemble=small(), options=replace(QUIET, max_seconds=0.5))
+        found = stop.value
+        assert (found.reason, found.steps, found.folder) == ("max_seconds", 20, tmp_path)
+        assert 1 <= found.step <= 4
+        assert identical(weights(go(tmp_path, resume=True)), whole[0])
+
+    def test_a_renamed_checkpoint_is_damaged(self, whole, tmp_path):
+        """The step in its name must be the one in its content."""
+        stopped(tmp_path, 12, options=ALWAYS)
+        newest = max((tmp_path / "checkpoints").glob("step-*"))
+        newest.rename(newest.with_name(newest.name.replace("step-00000013", "step-00000014")))
+        with pytest.warns(UserWarning, match="its name says step 14, its content step 13"):
+            ensemble = go(tmp_path, resume=True)
+        assert identical(weights(ensemble), whole[0])
+
+    def test_parts_of_interrupted_writes_are_removed(self, tmp_path):
+        for name in (".recipe.json.abc.part", "ensemble/.config.json.x.part", "checkpoints/.step-1.part"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("half")
+        go(tmp_path, ensemble=small())
+        assert not list(tmp_path.rglob("*.part"))
+        assert not (tmp_path / ".lock").read_bytes(), "neither host name nor process id"
 
     def test_time_counts_over_all_parts(self, tmp_path):
         stopped(tmp_path, 3, lambda: (time.sleep(0.5), interrupt()))
@@ -705,23 +694,23 @@ class TestRefusals:
 
     def test_a_folder_with_a_run(self, folder):
         with pytest.raises(
-            ValueError, match="It holds a run at step 4. Pass resume=True to go on with it, or name"
+            ValueError, match="It holds a run at step 4. Pass resume=True to resume it, or name"
         ):
             go(folder)
-        assert Checkpoints(folder / "checkpoints").latest().step == 4
+        assert Checkpoints(folder / "checkpoints").latest().facts.step == 4
 
     def test_a_folder_with_a_finished_run(self, folder):
         go(folder, resume=True)
-        with pytest.raises(ValueError, match="at step 20, finished. Pass resume=True to have its weights"):
+        with pytest.raises(ValueError, match="at step 20, finished. Pass resume=True to load its weights"):
             go(folder)
-        with pytest.raises(ValueError, match="at step 20, with other recipe. Name another folder"):
+        with pytest.raises(ValueError, match="at step 20, with another recipe. Name another folder"):
             go(folder, recipe=replace(RECIPE, epochs=2))
 
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            (dict(recipe=replace(RECIPE, lr=0.06)), "recipe must be that of the run to be resumed"),
-            (dict(seed=3), r"seeds must be that of the run to be resumed, \[2\]. Got \[3\]"),
+            (dict(recipe=replace(RECIPE, lr=0.06)), "recipe must be that of the run to resume"),
+            (dict(seed=3), "seed must be that of the run to resume, 2. Got 3"),
         ],
     )
     def test_another_recipe_or_seed(self, folder, changes, message):
@@ -737,7 +726,7 @@ class TestRefusals:
         ensemble = small(network=Larger)
         before = weights(ensemble)
         with pytest.raises(
-            ValueError, match=r"networks must be .* Got another ensemble.0\S+, and \d+ more diff"
+            ValueError, match=r"networks must be .* Got another ensemble.\S+, and \d+ more diff"
         ):
             go(folder, resume=True, ensemble=ensemble)
         assert identical(weights(ensemble), before)
@@ -745,11 +734,10 @@ class TestRefusals:
     def test_another_kind_of_device(self, folder):
         """A run of CUDA has that device's random state, which a CPU cannot go on from."""
         checkpoints = Checkpoints(folder / "checkpoints")
-        step, tensors, state = checkpoints.latest()
-        checkpoints.save(step + 1, tensors | {"random.cuda": torch.get_rng_state()}, state)
-        with pytest.raises(
-            ValueError, match="device must be of the kind .* begun on, CUDA. Got cpu. Go on there"
-        ):
+        tensors, facts = checkpoints.latest()
+        later = facts.model_copy(update={"step": facts.step + 1})
+        checkpoints.save(tensors | {"random.cuda": torch.get_rng_state()}, later)
+        with pytest.raises(ValueError, match="device must be of the kind .* started on, CUDA. Got cpu."):
             go(folder, resume=True)
 
     def test_a_second_run_at_the_same_time(self, folder):
@@ -801,7 +789,7 @@ class TestFullDisk:
             patch.setattr(Path, "write_bytes", full)
             with pytest.raises(DiskFullError, match=r"must fit on its disk.*Free some space, then resume"):
                 go(tmp_path, ensemble=small(), options=ALWAYS)
-        assert Checkpoints(tmp_path / "checkpoints").latest().step == 8
+        assert Checkpoints(tmp_path / "checkpoints").latest().facts.step == 8
         assert not list((tmp_path / "checkpoints").glob(".*"))
         assert identical(weights(go(tmp_path, resume=True)), whole[0])
         assert told(tmp_path) == whole[1]
@@ -816,7 +804,7 @@ folder, mode = t.Path(sys.argv[2]), sys.argv[3]
 if mode == "wait":  # for a signal, in the middle of the run
     def act():
         print("at step 6", flush=True)
-        while not signal.getsignal(signal.SIGINT).__self__.asked:
+        while not signal.getsignal(signal.SIGINT).__self__.received:
             time.sleep(0.05)
     with t.before_step(6, act):
         t.go(folder, ensemble=t.small())
@@ -845,12 +833,12 @@ class TestProcesses:
             with self.start(tmp_path, "resume") as second:
                 out = second.communicate(timeout=120)
             assert second.returncode == 1
-            assert f"It is in use by process {first.pid}" in out[1]
+            assert "It is in use by another process" in out[1]
             first.send_signal(signal.SIGINT)  # the step is finished, then all is saved
             _, error = first.communicate(timeout=120)
         assert first.returncode == 1
         assert "Interrupted: stopped by SIGINT at step 7 of 20." in error
-        assert "go on with resume=True" in error
+        assert "resume it with resume=True" in error
         assert identical(weights(go(tmp_path, resume=True)), whole[0])
         assert told(tmp_path) == whole[1]
 
@@ -873,7 +861,7 @@ def test_in_a_thread_of_its_own(whole):
 
 
 def test_without_a_folder_an_interrupt_saves_nothing():
-    with before_step(3, interrupt), pytest.raises(Interrupted, match="Nothing was saved: no out= folder"):
+    with before_step(3, interrupt), pytest.raises(Interrupted, match="Nothing was saved"):
         go(None)
 
 
@@ -886,8 +874,8 @@ class TestProgress:
 
     def test_the_seed_is_named_where_it_tells_runs_apart(self, tmp_path, capsys):
         recipe = replace(RECIPE, epochs=1)
-        fit([small(), small(1)], data(), recipe=recipe, seed=[3, 4])
-        assert re.findall(r"epoch 1/1 seed (\d), loss", capsys.readouterr().err) == ["3", "4"]
+        fit(small(), data(), recipe=recipe, seed=3)
+        assert "seed" not in capsys.readouterr().err
         fit(small(), data(), recipe=recipe, seed=5, out=tmp_path)
         assert "epoch 1/1 seed 5, loss" in capsys.readouterr().err
 
@@ -904,7 +892,7 @@ def test_the_page_on_training_runs(tmp_path, monkeypatch):
     names = {}
     for block in blocks:
         exec(compile(block, "training.md", "exec"), names)
-    assert names["result"].scores[0]["top1"] < 10
+    assert names["result"].scores["top1"] < 10
     assert {"telemetry.jsonl", "checkpoints"} <= {
         path.name for path in (tmp_path / "runs" / "digits").iterdir()
     }

@@ -72,9 +72,9 @@ def test_what_is_chosen_by_is_not_the_test_set():
     looked = []
 
     class Watched(Ensemble):
-        def predict(self, x, **options):
+        def stream(self, x, batch_size):
             looked.append(len(x))
-            return super().predict(x, **options)
+            return super().stream(x, batch_size)
 
     ensemble = Watched(
         lambda: cmcl.networks.cnn(channels=1, size=8, filters=(2, 3), kernel=3, padding=1, hidden=None), 1

@@ -94,7 +94,6 @@ class Ensemble(nn.Module):
         self._share_after, self.output = share_after, output
         self.share_prob, self.share_at_test = float(share_prob), share_at_test
         self.transform: Any = None  # raw images -> inputs, of cmcl.data; saved with the ensemble
-        self.run: Callable[[list[partial[Any]]], list[Any]] = in_turn  # to be removed with its last user
         self._set_pieces()
 
     @property
@@ -107,14 +106,13 @@ class Ensemble(nn.Module):
     ) -> Tensor:
         """Logits (M, B, C, ...) of inputs (B, ...). `masks` and `generator` go to `share_features`."""
         self.check(x)
-        run = self.run
         if self.shared_stem is not None:
-            ((x, _),) = run([partial(self.shared_stem, self.members[0], x)])
-        pairs = zip(self.stems, self.members, strict=True)
-        features, rests = zip(*run([partial(stem, member, x) for stem, member in pairs]), strict=True)
-        (mixed,) = run([partial(self.share, features, masks, generator)])
-        calls = zip(self.trunks, self.members, mixed, rests, strict=True)
-        return self.logits(run([partial(trunk, member, h, rest) for trunk, member, h, rest in calls]))
+            x, _ = self.shared_stem(self.members[0], x)
+        stems = zip(self.stems, self.members, strict=True)
+        features, rests = zip(*(stem(member, x) for stem, member in stems), strict=True)
+        mixed = self.share(features, masks, generator)
+        trunks = zip(self.trunks, self.members, mixed, rests, strict=True)
+        return self.logits([trunk(member, h, rest) for trunk, member, h, rest in trunks])
 
     def share(
         self,
@@ -228,11 +226,6 @@ class Ensemble(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._set_pieces()
-
-
-def in_turn(calls: list[partial[Any]]) -> list[Any]:
-    """The results of independent calls, one after the other."""
-    return [call() for call in calls]
 
 
 def build_members(network: Network, members: int | None) -> list[nn.Module]:

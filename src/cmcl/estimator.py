@@ -24,7 +24,7 @@ from .networks import plain
 from .objectives import TaskLoss
 from .training import Options, fit
 from .training.config import Recipe
-from .training.setup import find_device
+from .training.cuda import find_device
 
 Array = npt.NDArray[Any]
 
@@ -57,8 +57,8 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     Attributes:
         classes_: the classes, sorted.
         ensemble_: the trained `Ensemble`.
-        win_rates_: (M,) fraction of examples that each member learned in the last epoch; the sum is K.
-        win_rates_by_class_: (M, C) the same for the examples of each class: which member specialises in what.
+        specialist_fraction_: (M,) fraction of examples that each member learned in the last epoch.
+        specialist_fraction_by_class_: (M, C) the same for the examples of each class.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             task=self._task(y),
             options=Options(device=self.device, quiet=not self.verbose),
         )
-        self.win_rates_ = np.array(result.rows[-1]["win_rates"])
-        self.win_rates_by_class_ = np.array(result.rows[-1]["win_rates_by_class"])
+        self.specialist_fraction_ = np.array(result.rows[-1]["specialist_fraction"])
+        self.specialist_fraction_by_class_ = np.array(result.rows[-1]["specialist_fraction_by_class"])
         return self
 
     def predict(self, X: Any) -> Array:

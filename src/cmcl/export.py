@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from . import __version__, _checks
 from ._files import replacing
 from .data.transforms import Transform
-from .ensemble import Ensemble, Prediction, in_turn, prediction
+from .ensemble import Ensemble, Prediction, prediction
 from .telling import first_line
 
 FORMATS = ("onnx", "torch")
@@ -231,7 +231,6 @@ def _fixed(ensemble: Ensemble) -> Ensemble:
     """A copy without randomness on the CPU; the user's own stays as it is."""
     fixed = copy.deepcopy(ensemble).cpu().eval()
     fixed.requires_grad_(False)  # or the file computes gradients, and its outputs have no .numpy()
-    fixed.run = in_turn
     if fixed.share_at_test == "sampled":
         fixed.share_at_test = "expected"
     return fixed

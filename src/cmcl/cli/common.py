@@ -130,7 +130,7 @@ def check_device(name: str) -> str:
     """The name of a device that this machine has; "auto" becomes one of them."""
     from ..reproduction.environment import usable
     from ..training import Options
-    from ..training.setup import find_device
+    from ..training.cuda import find_device
 
     return str(usable(find_device(Options(device=name).device)))
 
@@ -147,12 +147,13 @@ def stoppable(hint: str = SAME_COMMAND) -> Iterator[None]:
     """Exit with a message and a code if a run was stopped or diverged; `hint` says how to resume."""
     try:
         from ..training import Diverged, Interrupted
-        from ..training.locking import FolderInUseError
+        from ..training.checkpoint import FolderInUseError
 
         try:
             yield
         except Interrupted as stop:
-            note(str(stop).replace("go on with resume=True", hint))
+            saved = f"It is saved in {stop.folder}: {hint}."
+            note(f"stopped by {stop.reason} at step {stop.step} of {stop.steps}. {saved}")
             raise typer.Exit(TIME_OVER) from None
         except Diverged as error:
             note(str(error))

@@ -169,7 +169,7 @@ def _words(key: str, value: Any, before: Any) -> list[str]:
 
 def _check_new(jobs: Sequence[Job]) -> None:
     """Raise if a folder already holds this run."""
-    from ..reproduction.runner import reached
+    from ..training.checkpoint import last_step
 
     for job in jobs:
         if (job.folder / "record.json").exists():
@@ -177,7 +177,7 @@ def _check_new(jobs: Sequence[Job]) -> None:
                 f"{job.folder} must be new. It holds this run, finished. Evaluate it with "
                 f"`cmcl evaluate {job.folder}`, or name another --out or --seed."
             )
-        if step := reached(job.folder):
+        if step := last_step(job.folder):
             of = f" of {job.recipe.steps}" if job.recipe.steps else ""
             raise ValueError(
                 f"{job.folder} must be new. It holds this run, interrupted at step {step}{of}. Resume it "

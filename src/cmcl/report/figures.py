@@ -218,8 +218,8 @@ QUANTITIES = {  # of telemetry
     "loss": "training loss",
     "top1": "top-1 error, %",
     "oracle": "oracle error, %",
-    "winners_entropy": "entropy of specialists, nats",
-    "losers_entropy": "entropy of non-specialists, nats",
+    "specialist_entropy": "entropy of specialists, nats",
+    "nonspecialist_entropy": "entropy of non-specialists, nats",
 }
 
 
@@ -267,13 +267,13 @@ def _ending(run: Run) -> list[Value]:
     ]
 
 
-def win_rates(id: str, title: str, run: Run, runs: int) -> Figure:
+def specialist_fraction(id: str, title: str, run: Run, runs: int) -> Figure:
     """The fraction of examples for which each member is a specialist, by epoch and, if known, by class.
 
     `runs` such figures share MOST_POINTS.
     """
-    by_class = [row for row in run.rows if row.win_rates_by_class]
-    shapes = {(len(row.win_rates_by_class), len(row.win_rates_by_class[0])) for row in by_class}
+    by_class = [row for row in run.rows if row.specialist_fraction_by_class]
+    shapes = {(len(row.specialist_fraction_by_class), len(row.specialist_fraction_by_class[0])) for row in by_class}
     caption = "Percentage of the examples for which a member is a specialist, epoch by epoch"
     if len(shapes) == 1 and len(by_class) > 1:
         m, c = shapes.pop()
@@ -283,11 +283,11 @@ def win_rates(id: str, title: str, run: Run, runs: int) -> Figure:
     else:
         points = [
             {"run": f"member {m}", "label": f"member {m}", "epoch": row.epoch, "value": round(100 * rate, 2)}
-            for row in thinned([row for row in run.rows if row.win_rates], EPOCHS)
-            for m, rate in enumerate(row.win_rates)
+            for row in thinned([row for row in run.rows if row.specialist_fraction], EPOCHS)
+            for m, rate in enumerate(row.specialist_fraction)
         ]
         panels = [_epochs("wins, %", points, series(point["run"] for point in points))]
-    last = run.rows[-1].win_rates
+    last = run.rows[-1].specialist_fraction
     cells = [[Value(f"member {i}"), number(100 * rate, 1)] for i, rate in enumerate(last)]
     columns = [*names("Member"), Column("Wins, %")]
     numbers = Table(f"{id}-numbers", "Win rate over all examples in the last epoch", columns, cells)
@@ -297,12 +297,12 @@ def win_rates(id: str, title: str, run: Run, runs: int) -> Figure:
 
 
 def _class_map(member: int, rows: Sequence[Row], classes: Sequence[str] | None) -> Panel:
-    count = len(rows[0].win_rates_by_class[member])
+    count = len(rows[0].specialist_fraction_by_class[member])
     labels = list(classes) if classes and len(classes) == count else list(map(str, range(count)))
     points = [
         {"epoch": row.epoch, "class": labels[c], "wins": round(100 * rate)}
         for row in rows
-        for c, rate in enumerate(row.win_rates_by_class[member])
+        for c, rate in enumerate(row.specialist_fraction_by_class[member])
     ]
     marked = [rows[0].epoch, rows[len(rows) // 2].epoch, rows[-1].epoch]
     chart = _chart(points).encode(

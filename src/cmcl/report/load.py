@@ -34,10 +34,10 @@ class Row(Schema):
     loss: float | None = None
     top1: float | None = None
     oracle: float | None = None
-    winners_entropy: float | None = None
-    losers_entropy: float | None = None
-    win_rates: list[float] = Field(default_factory=list)
-    win_rates_by_class: list[Annotated[list[float], Field(min_length=1)]] = Field(default_factory=list)
+    specialist_entropy: float | None = None
+    nonspecialist_entropy: float | None = None
+    specialist_fraction: list[float] = Field(default_factory=list)
+    specialist_fraction_by_class: list[Annotated[list[float], Field(min_length=1)]] = Field(default_factory=list)
     dead_members: list[int] = Field(default_factory=list)
 
 

@@ -16,15 +16,14 @@ import torch
 
 from ..data.registry import DATASETS
 from ..training import Diverged, Interrupted, Options
-from ..training.checkpoint import DamagedError
+from ..training.checkpoint import DamagedError, FolderInUseError, last_step
 from ..training.config import Recipe
-from ..training.locking import FolderInUseError
-from ..training.setup import find_device
+from ..training.cuda import find_device
 from .cells import Cell, fills, known_checksums
 from .environment import device_name
 from .recipes import find
 from .record import Record, load_records
-from .runner import ending_at, load_ood, reached, run, run_folder
+from .runner import ending_at, load_ood, run, run_folder
 
 MORE_SEEDS = ("more seeds",)
 ORDER = (  # words of a cell's `where`; seed 0 of each, then the other seeds of the most important cells
@@ -160,7 +159,7 @@ def plan(
         ids = tuple(cell.id for cell in named[name])
         for rank, seed in _missing(named[name], seeds, records, root):
             steps, recipe = _steps(find(name)), find(name)
-            done = min(reached(run_folder(runs, name, recipe, seed)) / steps, 1.0)
+            done = min((last_step(run_folder(runs, name, recipe, seed)) or 0) / steps, 1.0)
             seconds = expected_seconds(recipe, records, device)
             seconds = None if seconds is None else seconds * (1 - done)
             ranked.append((rank, Job(name, seed, ids, seconds, done, device)))

@@ -20,10 +20,10 @@ from ..ensemble import Ensemble
 from ..serialization import saved_checksum
 from ..telling import without_addresses
 from ..training import Options, Result
-from ..training.admission import fitting
+from ..training.batches import Data
 from ..training.config import Recipe
-from ..training.setup import Data
-from ..training.telemetry import finite
+from ..training.monitor import finite
+from ..training.preflight import fitting
 from . import environment
 from .evaluate import Gallery, evaluate_run, predictions
 from .record import Network, Record
@@ -65,7 +65,7 @@ def record(
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is ignored anyway.
     """
     _check_ensemble(ensemble)
-    folder, recipe, seed = Path(folder), _as_loaded(fitting(recipe, ensemble), result), result.seeds[0]
+    folder, recipe, seed = Path(folder), _as_loaded(fitting(recipe, ensemble), result), result.seed
     rows = [_plain(row, seed) for row in result.rows]
     data, unseen = _test_data(ensemble, test, ignore_index), _ood_data(ood)
     gallery = Gallery(data, data.images) if isinstance(data, Dataset) else None

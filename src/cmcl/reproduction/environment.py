@@ -16,7 +16,7 @@ import torch
 from .. import __version__
 from .._files import needing_room, parse_json
 from ..training import Options
-from ..training.setup import find_device
+from ..training.cuda import find_device
 
 FIELDS = ("device", "precision", "versions", "commit")  # of a record
 HISTORY = "environment.jsonl"  # in a run folder: a line each time it is started or resumed

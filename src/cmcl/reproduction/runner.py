@@ -31,11 +31,10 @@ from ..networks import NETWORKS
 from ..serialization import saved_checksum
 from ..telling import first_line
 from ..training import Options, Result, fit
+from ..training.batches import hold_out
+from ..training.checkpoint import last_step, locked
 from ..training.config import Recipe
-from ..training.locking import locked
-from ..training.setup import hold_out
 from . import environment
-from .deadline import stopping_after
 from .evaluate import Gallery, evaluate_errors, evaluate_run
 from .recipes import OOD, find
 from .record import Record, read
@@ -113,12 +112,6 @@ def run_folder(out: str | Path, name: str, recipe: Recipe, seed: int) -> Path:
     return Path(out) / f"{name}--{recipe.hash}--seed{seed}"
 
 
-def reached(folder: Path) -> int:
-    """The step of a run's last checkpoint, by its name; 0 without one."""
-    found = (folder / "checkpoints").glob("step-*.safetensors")
-    return max((int(path.name.split("-")[1]) for path in found), default=0)
-
-
 def same_training(one: Record, other: Record) -> bool:
     """Whether two records have the same weights; their evaluations may differ."""
     return all(getattr(one, key) == getattr(other, key) for key in ("seed", *TRAINED))
@@ -132,20 +125,19 @@ def _train(
     check_fits(ensemble, sets.train, recipe)
     with locked(folder):  # the run of another process stays untouched
         _write_json(folder / "recipe.json", recipe.to_json())
-        step = reached(folder)
+        step = last_step(folder) or 0
         if not (finished := step >= _steps(recipe, sets.train)):
             environment.append(folder, step, now)
-    with stopping_after(options.max_seconds):
-        result = fit(
-            ensemble,
-            sets.train,
-            recipe=recipe,
-            seed=seed,
-            test=sets.test[:test_limit] if options.evaluate_every else None,  # `_evaluate` does at the end
-            out=folder,
-            resume=step > 0,
-            options=options,
-        )
+    result = fit(
+        ensemble,
+        sets.train,
+        recipe=recipe,
+        seed=seed,
+        test=sets.test[:test_limit] if options.evaluate_every else None,  # `_evaluate` does at the end
+        out=folder,
+        resume=step > 0,
+        options=options,
+    )
     if finished and result.rows:  # its last checkpoint was damaged: it was trained after all
         environment.append(folder, step, now)
     return ensemble, _about_training(folder, result, now)

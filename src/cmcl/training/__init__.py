@@ -5,22 +5,22 @@ from typing import TYPE_CHECKING
 from ..lazy import attach
 
 _HOME = {
-    "fit": "train",
+    "fit": "loop",
     "evaluate": "scoring",
     "Recipe": "config",
     "Options": "config",
-    "Result": "run",
-    "Interrupted": "keeper",
-    "Diverged": "run",
+    "Result": "loop",
+    "Interrupted": "checkpoint",
+    "Diverged": "loop",
 }
 __getattr__, __dir__ = attach(__name__, _HOME)
 __all__ = [*_HOME]
 
 if TYPE_CHECKING:
+    from .checkpoint import Interrupted as Interrupted
     from .config import Options as Options
     from .config import Recipe as Recipe
-    from .keeper import Interrupted as Interrupted
-    from .run import Diverged as Diverged
-    from .run import Result as Result
+    from .loop import Diverged as Diverged
+    from .loop import Result as Result
+    from .loop import fit as fit
     from .scoring import evaluate as evaluate
-    from .train import fit as fit

@@ -35,19 +35,21 @@ class Progress:
         self._first: tuple[float, float] | None = None  # (time, epochs done), since when speed is measured
 
     def advance(self, done: float, **numbers: Any) -> None:
-        """Show how far the run is; made to be called after every step.
+        """Show the progress after a step.
 
         Args:
             done: epochs done since the run began, 2.5 in the middle of the third.
-            numbers: what is known by now of a row's entries (loss, lr, ...); the rest stays as it was.
+            numbers: entries of a row that are known already (loss, lr, ...); the rest stays as it was.
         """
+        if self._bar is None:
+            return
         now = time.monotonic()
         self._first = self._first or (now, done)
         self._numbers.update(numbers)
-        if self._bar and now - self._drawn >= REFRESH_SECONDS:
+        if now - self._drawn >= REFRESH_SECONDS:
             self._draw(self._bar, done, now)
 
-    def epoch(self, row: dict[str, Any]) -> None:
+    def log(self, row: dict[str, Any]) -> None:
         """Show an epoch's row: epoch, loss, lr, images_per_second and, where known, top1 and oracle."""
         self._numbers.update(row)
         if self._bar:

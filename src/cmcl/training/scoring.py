@@ -1,4 +1,4 @@
-"""The errors of an ensemble on data it has not learned."""
+"""The errors of an ensemble on data it was not trained on."""
 
 from collections.abc import Iterator
 
@@ -6,22 +6,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .. import _checks, metrics
-from ..data.dataset import default_ignore_index
 from ..ensemble import Ensemble
-from .setup import Data, tensors
+from .batches import Data, tensors
+from .preflight import AUTO, as_data, inputs_of, resolved
 
-AUTO = "auto"
 PIXELS = 2**16  # of dense targets in a batch: their probabilities are members times classes as many
-
-
-def resolved(ignore_index: int | str | None, targets: Tensor, classes: int, *, dense: bool) -> int | None:
-    """The target that counts for nothing; by itself 255 of pixels, where it can be no class."""
-    if ignore_index == AUTO:
-        return default_ignore_index(targets, classes) if dense else None
-    if isinstance(ignore_index, str):
-        raise ValueError(f"ignore_index must be a number, {AUTO!r} or None. Got {ignore_index!r}.")
-    _checks.ignorable(ignore_index, targets)
-    return ignore_index
 
 
 def evaluate(
@@ -30,13 +19,14 @@ def evaluate(
     """Errors in percent: `top1` (averaged), `picked` (most confident member), `oracle`, `member` (mean).
 
     Memory does not grow with the number of examples. `cmcl.metrics` gives the same as fractions, 0 to 1.
-    `ignore_index` is as for `fit`.
+    `data` and `ignore_index` are as for `fit`.
     """
     scores = metrics.Accumulator()
-    for images, targets in _batches(data, batch_size):
-        probs = ensemble.predict(images).member_probs.cpu()
-        ignore = resolved(ignore_index, targets, probs.shape[2], dense=targets.ndim > 1)
-        scores.update(probs, targets.cpu(), ignore_index=ignore)
+    for images, targets in _batches(as_data("data", data, ensemble), batch_size):
+        logits = next(ensemble.stream(inputs_of(ensemble.transform, images), len(images)))
+        _checks.no_numbers(logits)
+        ignore = resolved(ignore_index, targets, logits.shape[2], dense=targets.ndim > 1)
+        scores.update(logits.float().softmax(2).cpu(), targets.cpu(), ignore_index=ignore)
     return errors(scores)
 
 

@@ -1,190 +1,194 @@
-"""One training step: gather a batch, run all members, loss, backward, update.
+"""One training step: a batch through all members, the loss, the backward pass, the update.
 
-`Step` is the only copy of the training logic. On a CPU it is called; on CUDA `Captured` records one call of
-it in a graph, with a stream per member, and replays that. R repeats train in one step, each an ensemble with
-its own data order, masks, labels and assignment.
-
-R repeats, M members, B batch, C classes.
+`Step` is the only copy of the training logic. On a CPU it is called; on CUDA `cuda.Captured` records one call
+of it in a graph, with a stream per member, and replays that. M members, B batch, C classes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _checks
-from ..ensemble import Ensemble, in_turn
-from ..objectives import OracleLoss, confident_oracle_loss
-from ..telling import private_torch
-from .adversarial import adversarial_logits
+from ..ensemble import Ensemble
+from ..objectives import OracleLoss, confident_oracle_loss, independent_loss
+from .batches import Batches, epoch_seed
 from .config import Recipe
-from .lanes import Compiler, Lanes
-from .source import Source
-from .tally import Tally, count
+from .cuda import Compiler, Runner, copy_all
+from .monitor import Monitor
+from .optim import make_optimizer
+
+
+class TrainState:
+    """Everything that training changes: weights, optimizer, telemetry, random states, the step."""
+
+    def __init__(
+        self, ensemble: Ensemble, recipe: Recipe, seed: int, classes: int, device: torch.device
+    ) -> None:
+        self.ensemble, self.recipe, self.seed, self.device = ensemble, recipe, seed, device
+        self.optimizer = make_optimizer(ensemble, recipe)
+        self.monitor = Monitor(len(ensemble.members), classes, recipe.objective["overlap"], device)
+        # of masks, labels and dropout on the CPU; on CUDA they come from the device's generator
+        self.random = torch.Generator().manual_seed(epoch_seed(seed, -1)).get_state()
+        self.step = 0
 
 
 class Step:
-    """A callable that trains R ensembles by one batch each."""
+    """A callable that trains on the current batch of `batches`."""
 
     def __init__(
         self,
-        ensembles: Sequence[Ensemble],
-        source: Source,
-        optimizer: torch.optim.Optimizer,
-        recipe: Recipe,
-        tallies: Sequence[Tally],
+        state: TrainState,
+        batches: Batches,
         *,
         objective: dict[str, Any],  # arguments of confident_oracle_loss; a warm start has its own
         ignore_index: int | None = None,
         precision: str = "float32",
         compile: bool = False,
         streams: bool = False,
-        randomness: list[Tensor] | None = None,  # R states of the CPU generator, kept up to date here
-        epsilon: Tensor | None = None,  # adversarial step, shape of one input
+        epsilon: Tensor | None = None,  # adversarial step, of the shape of one input
     ) -> None:
-        self.ensembles, self.source, self.optimizer, self.recipe = ensembles, source, optimizer, recipe
-        self.tallies, self.precision, self.epsilon, self.randomness = tallies, precision, epsilon, randomness
-        self.objective, self.ignore_index = objective, ignore_index
+        self.state, self.batches = state, batches
+        self.objective, self.ignore_index, self.epsilon = objective, ignore_index, epsilon
+        self.precision = precision
         compiler = Compiler() if compile else None
-        self.repeats = Lanes(len(ensembles) if streams and len(ensembles) > 1 else 0)
-        self.members = [Lanes(len(e.members) if streams else 0, compiler) for e in ensembles]
-        measure = partial(_measure, objective=objective, ignore_index=ignore_index)
-        self.measure = partial(compiler(_measure), **measure.keywords) if compiler else measure
+        self.run = Runner(len(state.ensemble.members) if streams else 0, compiler)
+        self.loss = compiler(_loss) if compiler else _loss
+        self.parameters = [p for p in state.ensemble.parameters() if p.requires_grad]
+        modules = state.ensemble.named_modules()
+        self._slots = [(m._buffers, name, f"{path}.{name}") for path, m in modules for name in m._buffers]
 
     def __call__(self) -> None:
-        """Train by one batch."""
-        self.optimizer.zero_grad(set_to_none=True)
-        before = _copies(self.buffers())
-        for piece in range(self._pieces()):
-            calls = [partial(self._loss, repeat, piece) for repeat in range(len(self.ensembles))]
-            totals = self.repeats(calls)  # R scalars; repeats share no weights, so their sum is R trainings
-            torch.stack(totals).sum().backward()
-        norms = [_clip(ensemble, self.recipe.clip_norm) for ensemble in self.ensembles]
-        for norm, tally in zip(norms, self.tallies, strict=True):
-            tally.count_step(norm)
-        # Once a loss is NaN or infinite, fused optimisers skip their update: the last good weights stay, and
+        """Train on one batch."""
+        state, buffers = self.state, self.buffers()
+        state.optimizer.zero_grad(set_to_none=True)
+        before = _copies(buffers)
+        images, targets = self.batches.current()
+        parts = min(state.recipe.accumulate, len(images))  # a DataLoader's last batch may be small
+        with self._random_state(), _checks.blindly():  # the monitor finds NaN
+            for x, y in zip(images.tensor_split(parts), targets.tensor_split(parts), strict=True):
+                (self.forward(x, y) * (len(x) / len(images))).backward()
+        state.monitor.count_step(_clip(self.parameters, state.recipe.clip_norm))
+        # Once a loss is NaN or infinite, fused optimizers skip their update: the last good weights stay, and
         # with them the running statistics of batch normalisation.
-        broken = torch.stack([tally.broken() for tally in self.tallies]).amax(0)
-        self.optimizer.found_inf = broken  # type: ignore[attr-defined]
-        self.optimizer.step()
-        _undo(broken, self.buffers(), before)
-        self.source.advance()
+        broken = state.monitor.broken()
+        state.optimizer.found_inf = broken  # type: ignore[attr-defined]
+        state.optimizer.step()
+        _restore(broken, self.buffers(), before)
+        self.batches.advance()
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Those of all ensembles as they are now: a network may put another tensor in a buffer's place."""
-        return {f"{r}.{name}": b for r, e in enumerate(self.ensembles) for name, b in e.named_buffers()}
-
-    def state(self) -> list[Tensor]:
-        """Every tensor that a step changes."""
-        weights = [t for e in self.ensembles for t in (*e.parameters(), *e.buffers())]
-        moments = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-        return [
-            *weights,
-            *moments,
-            *(t for tally in self.tallies for t in tally.state()),
-            *self.source.state(),
-        ]
-
-    def one_stream(self) -> None:
-        """Give up the streams, for a step that is not captured after all."""
-        for lanes in (self.repeats, *self.members):
-            lanes.streams = []
-
-    def _pieces(self) -> int:
-        """A DataLoader's last batch may be too small for all of them."""
-        return min(self.recipe.accumulate, self.source.size)
-
-    def _loss(self, repeat: int, piece: int) -> Tensor:
-        images, targets = self.source.batch(repeat)
-        x, own = (whole.tensor_split(self._pieces())[piece] for whole in (images, targets))
-        with self._own_randomness(repeat), _checks.blindly():  # NaN is for the tally to find
-            return self._forward(repeat, x, own) * (len(x) / len(images))
-
-    def _forward(self, repeat: int, x: Tensor, targets: Tensor) -> Tensor:
-        ensemble, tally = self.ensembles[repeat], self.tallies[repeat]
-        ensemble.run = self.members[repeat]
-        try:
-            with _autocast(x.device, self.precision):
-                if self.epsilon is None:
-                    logits, attacked = ensemble(x), None
-                else:
-                    logits, attacked = adversarial_logits(
-                        ensemble,
-                        x,
-                        targets,
-                        self.epsilon,
-                        task=self.objective.get("task"),
-                        ignore_index=self.ignore_index,
-                    )
-        finally:
-            ensemble.run = in_turn
-        total: Tensor = self.measure(logits, targets, tally).total
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of one part of a batch, counted by the monitor."""
+        monitor, options = self.state.monitor, {**self.objective, "ignore_index": self.ignore_index}
+        with _autocast(x.device, self.precision):
+            if self.epsilon is None:
+                logits, attacked = self.logits(x), None
+            else:
+                logits, attacked = self.adversarial_logits(x, targets, self.epsilon)
+        total: Tensor = self.loss(logits, targets, monitor, options).total
         if attacked is not None:
-            more = self.measure(attacked, targets, None).total
-            tally.count_more(more, len(x))
+            more: Tensor = self.loss(attacked, targets, None, options).total
+            monitor.count_more(more, len(x))
             total = total + more
         return total
 
+    def logits(self, x: Tensor) -> Tensor:
+        """`Ensemble.forward`, with all members side by side: (M, B, C, ...)."""
+        ensemble, run = self.state.ensemble, self.run
+        ensemble.check(x)
+        if ensemble.shared_stem is not None:
+            ((x, _),) = run([partial(ensemble.shared_stem, ensemble.members[0], x)])
+        stems = zip(ensemble.stems, ensemble.members, strict=True)
+        features, rests = zip(*run([partial(stem, member, x) for stem, member in stems]), strict=True)
+        (mixed,) = run([partial(ensemble.share, features)])
+        trunks = zip(ensemble.trunks, ensemble.members, mixed, rests, strict=True)
+        return ensemble.logits(run([partial(trunk, member, h, rest) for trunk, member, h, rest in trunks]))
+
+    def adversarial_logits(self, x: Tensor, targets: Tensor, epsilon: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (M, B, C, ...) of the inputs, and of each member's own adversarial inputs.
+
+        The fast gradient sign after Lakshminarayanan et al. (2017), without feature sharing: the baseline of
+        figure 2c.
+        """
+        clean = [x.detach().requires_grad_() for _ in self.state.ensemble.members]
+        logits = self._each(clean)
+        # A member's loss depends on its own copy of x alone, so one backward pass serves all members.
+        task, ignore_index = self.objective.get("task"), self.ignore_index
+        total = independent_loss(logits, targets, task=task, ignore_index=ignore_index).total
+        gradients = torch.autograd.grad(total, clean, retain_graph=True)
+        return logits, self._each([(x + epsilon * gradient.sign()).detach() for gradient in gradients])
+
+    def _each(self, inputs: list[Tensor]) -> Tensor:
+        ensemble = self.state.ensemble
+        pairs = zip(ensemble.members, inputs, strict=True)
+        return ensemble.logits(self.run([partial(_call, member, x) for member, x in pairs]))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The ensemble's buffers as they are now: a network may replace a buffer by another tensor."""
+        named = ((name, owner.get(key)) for owner, key, name in self._slots)
+        return {name: buffer for name, buffer in named if buffer is not None}
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that a step changes."""
+        ensemble, optimizer = self.state.ensemble, self.state.optimizer
+        moments = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+        weights = [*ensemble.parameters(), *ensemble.buffers()]
+        return [*weights, *moments, *self.state.monitor.tensors(), *self.batches.tensors()]
+
     @contextmanager
-    def _own_randomness(self, repeat: int) -> Iterator[None]:
-        """Draw from this repeat's stream, so that it draws the same numbers as when it trains alone."""
-        if self.randomness is None:
+    def _random_state(self) -> Iterator[None]:
+        """On a CPU, draw from the run's own random state; a DataLoader's augmentations draw from torch's."""
+        if self.state.device.type == "cuda":
             yield
             return
-        outside = torch.get_rng_state()  # a DataLoader's augmentations draw from it
-        torch.set_rng_state(self.randomness[repeat])
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.state.random)
         yield
-        self.randomness[repeat] = torch.get_rng_state()
+        self.state.random = torch.get_rng_state()
         torch.set_rng_state(outside)
 
 
-def _measure(
-    logits: Tensor,
-    targets: Tensor,
-    tally: Tally | None,
-    *,
-    objective: dict[str, Any],
-    ignore_index: int | None,
-) -> OracleLoss:
-    loss = confident_oracle_loss(logits, targets, **objective, ignore_index=ignore_index)
-    if tally is not None:
-        count(tally, loss, logits, targets, beta=objective["beta"], ignore_index=ignore_index)
+def _loss(logits: Tensor, targets: Tensor, monitor: Monitor | None, options: dict[str, Any]) -> OracleLoss:
+    loss = confident_oracle_loss(logits, targets, **options)
+    if monitor is not None:
+        beta, ignore_index = options["beta"], options["ignore_index"]
+        monitor.count(loss, logits, targets, beta=beta, ignore_index=ignore_index)
     return loss
 
 
-def _clip(ensemble: Ensemble, limit: float | None) -> Tensor:
-    """The norm of an ensemble's gradient, which is shortened if the recipe sets a limit."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in ensemble.parameters() if p.grad is not None])
+def _call(member: nn.Module, x: Tensor) -> Any:
+    return member(x)
+
+
+def _clip(parameters: list[nn.Parameter], limit: float | None) -> Tensor:
+    """The norm of the gradient, which is shortened if the recipe sets a limit."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if limit is not None:
-        torch.nn.utils.clip_grads_with_norm_(ensemble.parameters(), limit, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
 
+# Buffers go through one copy for each dtype: many small tensors would cost a kernel launch each.
+
+
 def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of one copy for each dtype: many small tensors would cost a launch each."""
     copies: dict[str, Tensor] = {}
     for group in _by_dtype(buffers):
         copies |= zip(group, _views(_flat(group), group), strict=True)
     return copies
 
 
-def _undo(broken: Tensor, buffers: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    """Write what was before into buffers, if `broken`; not into those that are new or of another shape."""
-    fitting = {name: b for name, b in buffers.items() if name in before and _alike(b, before[name])}
-    for group in _by_dtype(fitting):
+def _restore(broken: Tensor, buffers: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    """Write `before` into the buffers if `broken`, except into those that are new or of another shape."""
+    if broken.device.type == "cpu" and not broken:
+        return
+    alike = {n: b for n, b in buffers.items() if n in before and _alike(b, before[n])}
+    for group in _by_dtype(alike):
         values = torch.where(broken > 0, _flat({name: before[name] for name in group}), _flat(group))
-        _copy_all(list(group.values()), _views(values, group))
-
-
-def _copy_each(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for one, other in zip(ours, theirs, strict=True):
-        one.copy_(other)
-
-
-_copy_all = private_torch("torch._foreach_copy_", _copy_each)  # one launch for all
+        copy_all(list(group.values()), _views(values, group))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -201,7 +205,7 @@ def _flat(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def _views(flat: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """The way back: a part for each, of its shape."""
+    """The inverse of `_flat`."""
     parts = flat.split([t.numel() for t in tensors.values()])
     return [part.view(t.shape) for part, t in zip(parts, tensors.values(), strict=True)]
 

@@ -1,6 +1,5 @@
-"""The recipe's optimiser, made so that a CUDA graph can hold its step."""
+"""The recipe's optimizer, made so that a CUDA graph can hold its step."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,28 +10,24 @@ from ..ensemble import Ensemble
 from .config import Recipe
 
 
-def make_optimizer(ensembles: Sequence[Ensemble], recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimiser over all members, its state ready and on the device, its lr a tensor on CUDA.
+def make_optimizer(ensemble: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer over all members, its state ready and on the device, its lr a tensor on CUDA.
 
-    Weight decay falls on the weights of convolutions and linear layers only; where such a weight is computed
-    (spectral or weight normalisation, pruning), on the parameters it is computed from, except magnitudes
-    and what a parametrisation brings of its own.
+    Weight decay applies to the weights of convolutions and linear layers only; where such a weight is
+    computed (spectral or weight normalisation, pruning), to the parameters it is computed from, except
+    magnitudes and what a parametrisation adds of its own.
     """
-    modules = [module for ensemble in ensembles for module in ensemble.modules()]
-    layers = [m for m in modules if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]
+    layers = [m for m in ensemble.modules() if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]
     weights = {id(p) for layer in layers for p in _behind_weight(layer)}
-    learning = {id(p): p for e in ensembles for p in e.parameters() if p.requires_grad}
-    if not learning:
-        raise ValueError("an ensemble must have weights that learn. Got none with requires_grad=True.")
-    decayed = [p for key, p in learning.items() if key in weights]
-    free = [p for key, p in learning.items() if key not in weights]
+    trained = [p for p in ensemble.parameters() if p.requires_grad]
+    decayed = [p for p in trained if id(p) in weights]
+    free = [p for p in trained if id(p) not in weights]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    device = next(iter(learning.values())).device
+    device = trained[0].device
     lr: Any = torch.tensor(recipe.lr, device=device) if device.type == "cuda" else recipe.lr
     if recipe.optimizer == "sgd":
-        return _ready(
-            torch.optim.SGD(groups, lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
-        )
+        sgd = torch.optim.SGD(groups, lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
+        return _ready(sgd)
     kind = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
     return _ready(kind(groups, lr, fused=True, capturable=device.type == "cuda"))
 
@@ -58,7 +53,7 @@ def _behind_weight(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _ready(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Momenta of 0 from the start, as the first step would make them: a graph needs them to be there."""
+    """Moments of 0, as the first step would make them: a graph needs them before it is recorded."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state[p]

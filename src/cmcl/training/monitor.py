@@ -1,0 +1,208 @@
+"""Telemetry: sums and counts on the device, rows once an epoch, and an alarm for dead members.
+
+A row is a dict of JSON values; "epoch" is the number of epochs done. M members, B batch, C classes.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._files import needing_room, replacing
+from ..objectives import OracleLoss
+
+BATCH = (
+    "examples",
+    "loss",
+    "task",
+    "kl",
+    "specialist_entropy",
+    "nonspecialist_entropy",
+)  # sums over examples
+STEP = ("steps", "gradient_norm")  # sums over steps
+PATIENCE = 3  # epochs under a tenth of the fair share that make a member dead
+
+
+class Monitor:
+    """Sums over the steps of an epoch, on the device; `row` reads them once."""
+
+    def __init__(self, members: int, classes: int, overlap: int, device: torch.device) -> None:
+        self.sums = torch.zeros(len(BATCH) + len(STEP), dtype=torch.float64, device=device)
+        self.assigned = torch.zeros(
+            members, classes, dtype=torch.float64, device=device
+        )  # one column if dense
+        self.seen = torch.zeros(classes, dtype=torch.float64, device=device)
+        # of each member, the first step of this epoch whose loss was not finite
+        self.diverged = torch.full((members,), torch.inf, dtype=torch.float64, device=device)
+        self.fair_share = overlap / members
+        self.epochs_below = [0] * members  # in a row, under a tenth of the fair share
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that a step changes."""
+        return [self.sums, self.assigned, self.seen, self.diverged]
+
+    @torch.no_grad()
+    def count(
+        self,
+        loss: OracleLoss,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        beta: float,
+        ignore_index: int | None = None,
+    ) -> None:
+        """Add one batch. `targets` are classes (B,), or anything else for dense outputs.
+
+        Examples that are ignored altogether have no specialist.
+        """
+        v = loss.assignment  # (M, B)
+        others = ~v
+        counted = None
+        if ignore_index is not None:
+            counted = (targets != ignore_index).reshape(len(targets), -1).any(1)  # (B,)
+            v, others = v & counted, others & counted
+        log_p = logits.float().log_softmax(2).clamp(min=-1e4)  # a class masked out by -inf: 0 * -inf is NaN
+        entropy = -(log_p.exp() * log_p).sum(2).reshape(*v.shape, -1).mean(2)  # (M, B)
+        batch = v.shape[1]
+        values = [
+            loss.total.new_ones(()),
+            loss.total,
+            loss.task.where(v, 0).sum() / batch,
+            loss.kl.where(others, 0).sum() / batch,
+            entropy.where(v, 0).sum() / batch,
+            entropy.where(others, 0).sum() / batch,
+        ]
+        self.sums[: len(BATCH)] += torch.stack(values) * batch
+        if len(self.seen) == 1:  # not by class
+            self.assigned.add_(v.double().sum(1, keepdim=True))
+            self.seen.add_(batch if counted is None else counted.sum())
+        else:
+            self.assigned.index_add_(1, targets.long(), v.double())
+            ones = torch.ones(batch, dtype=torch.float64, device=v.device)
+            self.seen.index_add_(0, targets.long(), ones)
+        used = torch.where(loss.assignment, loss.task, loss.kl if beta else torch.zeros_like(loss.kl))
+        finite = used.isfinite().all(1)  # (M,)
+        now = torch.where(finite, torch.inf, self.sums[len(BATCH)])
+        self.diverged.copy_(torch.minimum(self.diverged, now))
+
+    def count_more(self, loss: Tensor, batch: int) -> None:
+        """Add to the loss of a batch that is counted already."""
+        self.sums[BATCH.index("loss")] += loss.detach() * batch
+
+    def count_step(self, gradient_norm: Tensor) -> None:
+        """Add one step. A gradient that is not finite counts for all members if no loss explains it."""
+        known = gradient_norm.isfinite() | self.diverged.isfinite().any()
+        self.diverged.copy_(torch.where(known, self.diverged, self.sums[len(BATCH)]))
+        self.sums[len(BATCH) :] += torch.stack([gradient_norm.new_ones(()), gradient_norm])
+
+    def broken(self) -> Tensor:
+        """1 once a member's loss has not been finite, else 0; on the device."""
+        return self.diverged.isfinite().any().float()
+
+    def row(self) -> dict[str, Any]:
+        """The means of the epoch so far as plain numbers: one copy from the device."""
+        parts = [self.sums, self.assigned.flatten(), self.seen]
+        sums, assigned, seen = torch.cat(parts).cpu().split([len(part) for part in parts])
+        named = dict(zip((*BATCH, *STEP), sums.tolist(), strict=True))
+        examples, steps = max(named.pop("examples"), 1.0), max(named.pop("steps"), 1.0)
+        row: dict[str, Any] = {name: named[name] / (steps if name in STEP else examples) for name in named}
+        assigned = assigned.reshape(self.assigned.shape)  # (M, C)
+        specialists, all_pairs = assigned.sum().item(), len(assigned) * seen.sum().item()
+        row["specialist_entropy"] = named["specialist_entropy"] / max(specialists, 1.0)
+        row["nonspecialist_entropy"] = named["nonspecialist_entropy"] / max(all_pairs - specialists, 1.0)
+        row["specialist_fraction"] = (assigned.sum(1) / seen.sum().clamp(min=1)).tolist()
+        if len(seen) > 1:
+            row["specialist_fraction_by_class"] = (assigned / seen.clamp(min=1)).tolist()
+        return row
+
+    def reset(self) -> None:
+        """Start a new epoch."""
+        for tensor in (self.sums, self.assigned, self.seen):
+            tensor.zero_()
+        self.diverged.fill_(torch.inf)
+
+    def dead_members(self, fractions: Sequence[float]) -> list[int]:
+        """The members that are dead as of this epoch; each is named once, and again only if it recovered."""
+        for m, fraction in enumerate(fractions):
+            self.epochs_below[m] = self.epochs_below[m] + 1 if fraction < self.fair_share / 10 else 0
+        return [m for m, epochs in enumerate(self.epochs_below) if epochs == PATIENCE]
+
+    def dead_warning(self, members: Sequence[int]) -> str:
+        """The warning about members that `dead_members` named."""
+        names = ", ".join(map(str, members))
+        return (
+            f"{'Members' if len(members) > 1 else 'Member'} {names} won under a tenth of the fair share "
+            f"({self.fair_share:.0%} of the examples) for {PATIENCE} epochs, and hardly learns. Try a larger "
+            "overlap, a smaller beta or a warm start (a few epochs as an independent ensemble)."
+        )
+
+
+class TelemetryFile:
+    """Rows as JSON lines in the file `path` and, if asked, as scalars in the folder `tensorboard`."""
+
+    def __init__(self, path: Path, *, tensorboard: Path | None = None, epoch: float = 0) -> None:
+        """Drops the rows after `epoch`, to resume from a checkpoint made then; 0 starts anew."""
+        self.path, self.checkpoints = path, path.parent / "checkpoints"
+        self.board = _summary_writer(tensorboard, math.floor(epoch) + 1) if tensorboard else None
+        if path.exists():
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            with replacing(path, self.checkpoints) as part:
+                kept = [f"{line}\n" for line in lines if _epoch(line) <= epoch]
+                part.write_text("".join(kept), encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append one row. The file is opened for each, so that nothing is lost if the process is killed."""
+        with needing_room(self.path, self.checkpoints), self.path.open("ab") as file:
+            file.write((json.dumps(finite(row), allow_nan=False) + "\n").encode())
+        if self.board:
+            for name, value in _scalars({key: row[key] for key in row if key not in ("epoch", "seed")}):
+                self.board.add_scalar(name, value, math.ceil(row["epoch"]))
+            self.board.flush()
+
+    def close(self) -> None:
+        """Close TensorBoard's file."""
+        if self.board:
+            self.board.close()
+
+
+def _summary_writer(folder: Path, purge_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "TensorBoard must be installed for Options(tensorboard=True). Install it with: pip install "
+            "tensorboard"
+        ) from error
+    return SummaryWriter(str(folder), purge_step=purge_step)
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinity as null: JSON has no such numbers, and strict readers reject the whole line."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return value
+
+
+def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers in nested dicts and lists, named like specialist_fraction/3."""
+    if isinstance(value, dict | list | tuple):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _scalars(entry, f"{name}/{key}" if name else str(key))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, value
+
+
+def _epoch(line: str) -> float:
+    """The epoch of a line; infinity if a kill or a full disk cut it short."""
+    try:
+        return float(json.loads(line)["epoch"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return math.inf
