@@ -194,7 +194,7 @@ def test_an_interrupt_ends_the_campaign_and_a_failure_does_not(go, monkeypatch, 
     assert names(report) == ["tiny-ie"]
 
     def stop(*rest, **more):
-        raise cmcl.training.Interrupted("stopped by SIGINT")
+        raise cmcl.training.Interrupted(3, 9, "SIGINT")
 
     monkeypatch.setattr(module, "run", stop)
     assert list(go(MCL, LONG).left) == ["tiny-mcl seed 0"]
@@ -289,7 +289,7 @@ def test_an_interrupted_run_counts_by_its_remaining_steps(go, tmp_path):
     (record,) = go(IE).records
     folder = run_folder(tmp_path / "runs", "tiny-long", TINIES["tiny-long"], 0) / "checkpoints"
     folder.mkdir(parents=True)
-    (folder / "step-00000150-x.safetensors").write_bytes(b"")
+    (folder / "step-00000150-0123456789ab.safetensors").write_bytes(b"")
     (job,) = go(LONG, dry_run=True).jobs
     assert (job.done, job.device) == (0.25, environment.current(OPTIONS)["device"])
     assert job.seconds == pytest.approx(record.seconds / 3 * 450, rel=1e-6)

@@ -126,7 +126,7 @@ def test_curves_of_a_custom_training_loop(trained, tmp_path):
 
     def losses(values, first=1, seed=0):
         rows = [{"epoch": i, "loss": torch.tensor(value)} for i, value in enumerate(values, start=first)]
-        result = cmcl.Result(steps=9, seconds=1.0, seeds=[seed], rows=rows)
+        result = cmcl.Result(steps=9, seconds=1.0, seed=seed, rows=rows)
         cmcl.record(tmp_path / "mine", ensemble, test, recipe=recipe, result=result)
         return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
@@ -149,10 +149,10 @@ def test_rows_that_are_none_are_told_before_the_work(trained, tmp_path, row):
 
 
 def test_results_of_a_custom_training_loop():
-    told = cmcl.Result(steps=np.int64(5), seconds=torch.tensor(0.5), seeds=np.arange(3, 5))
-    assert (told.steps, told.seconds, told.seeds) == (5, 0.5, [3, 4])
-    assert [type(value) for value in (told.steps, told.seconds, told.seeds[0])] == [int, float, int]
-    for wrong in ({"seeds": []}, {"seconds": math.nan}, {"steps": -1}):
+    told = cmcl.Result(steps=np.int64(5), seconds=torch.tensor(0.5), seed=np.int64(3))
+    assert (told.steps, told.seconds, told.seed) == (5, 0.5, 3)
+    assert [type(value) for value in (told.steps, told.seconds, told.seed)] == [int, float, int]
+    for wrong in ({"seed": -1}, {"seconds": math.nan}, {"steps": -1}):
         with pytest.raises(ValueError, match="must be"):
             cmcl.Result(**{"steps": 5, "seconds": 0.5, **wrong})
 

@@ -23,7 +23,7 @@ def h(p):
 def count(monitor, probs, targets, *, overlap=1, beta=1.0, ignore_index=None):
     """Count a batch of predictions, (M, B) probabilities of class 0."""
     p = torch.tensor(probs, dtype=torch.float64)
-    logits = torch.stack([p, 1 - p], 2).log()
+    logits = torch.stack([p, 1 - p], 2).log() + 5.0  # not log-probabilities
     targets = torch.tensor(targets)
     loss = confident_oracle_loss(logits, targets, beta=beta, overlap=overlap, ignore_index=ignore_index)
     monitor.count(loss, logits, targets, beta=beta, ignore_index=ignore_index)
@@ -99,7 +99,7 @@ class TestByHand:
 
     def test_dense_entropy_is_the_mean_over_pixels(self):
         p = torch.tensor([[[0.9, 0.5]], [[0.4, 0.4]]])  # (M, B, pixels)
-        logits = torch.stack([p, 1 - p], 2).log()
+        logits = torch.stack([p, 1 - p], 2).log() + 5.0  # not log-probabilities
         targets = torch.zeros(1, 2, dtype=torch.long)
         monitor = Monitor(2, 1, 1, CPU)
         monitor.count(confident_oracle_loss(logits, targets, beta=1.0), logits, targets, beta=1.0)
@@ -118,7 +118,7 @@ class TestByHand:
 class TestDivergence:
     def step(self, monitor, value=1.0, norm=1.0):
         p = torch.tensor([[0.9], [0.6]])
-        logits = torch.stack([p, 1 - p], 2).log() * torch.tensor([1.0, value]).reshape(2, 1, 1)
+        logits = (torch.stack([p, 1 - p], 2).log() + 5.0) * torch.tensor([1.0, value]).reshape(2, 1, 1)
         targets = torch.zeros(1, dtype=torch.long)
         loss = confident_oracle_loss(torch.nan_to_num(logits), targets, beta=1.0)
         loss = loss._replace(task=loss.task * torch.tensor([[1.0], [value]]), kl=loss.kl * value)

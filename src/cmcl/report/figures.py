@@ -273,7 +273,9 @@ def specialist_fraction(id: str, title: str, run: Run, runs: int) -> Figure:
     `runs` such figures share MOST_POINTS.
     """
     by_class = [row for row in run.rows if row.specialist_fraction_by_class]
-    shapes = {(len(row.specialist_fraction_by_class), len(row.specialist_fraction_by_class[0])) for row in by_class}
+    shapes = {
+        (len(row.specialist_fraction_by_class), len(row.specialist_fraction_by_class[0])) for row in by_class
+    }
     caption = "Percentage of the examples for which a member is a specialist, epoch by epoch"
     if len(shapes) == 1 and len(by_class) > 1:
         m, c = shapes.pop()

@@ -37,7 +37,9 @@ class Row(Schema):
     specialist_entropy: float | None = None
     nonspecialist_entropy: float | None = None
     specialist_fraction: list[float] = Field(default_factory=list)
-    specialist_fraction_by_class: list[Annotated[list[float], Field(min_length=1)]] = Field(default_factory=list)
+    specialist_fraction_by_class: list[Annotated[list[float], Field(min_length=1)]] = Field(
+        default_factory=list
+    )
     dead_members: list[int] = Field(default_factory=list)
 
 

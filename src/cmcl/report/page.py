@@ -169,7 +169,9 @@ def _of_cells(evidence: Evidence, ids: Iterable[str]) -> list[Run]:
 def _run_sections(key: str, title: str, runs: list[Run], inputs: Inputs) -> Iterator[Section]:
     if trained := [run for run in runs if len(run.rows) > 1]:
         charts = [figures.training(f"curves-{key}", "Training curves", trained)]
-        compete = [run for run in trained if run.method not in ("ie", "single") and run.rows[-1].specialist_fraction]
+        compete = [
+            run for run in trained if run.method not in ("ie", "single") and run.rows[-1].specialist_fraction
+        ]
         charts += [
             figures.specialist_fraction(f"wins-{key}-{i}", f"Win rates: {run.label}", run, len(inputs.runs))
             for i, run in enumerate(_first_seeds(compete))

@@ -286,11 +286,8 @@ def probe(ensemble: Ensemble, inputs: Tensor, name: str = "train") -> tuple[Tens
             f"{_hint(ensemble, inputs)}"
         ) from error
     _checks.no_numbers(logits)
-    if _are_probabilities(logits):
-        tell(
-            "the networks return probabilities or log-probabilities, and the loss expects logits. Remove the "
-            "last softmax or log_softmax."
-        )
+    if hint := _checks.normalised(logits):
+        tell(hint)
     return logits, any(seen)
 
 
@@ -304,14 +301,6 @@ def _hint(ensemble: Ensemble, images: Tensor) -> str:
     (own,) = dtypes
     convert = {torch.float32: "float()", torch.float64: "double()"}.get(own, f"to({own})")
     return f" The networks compute in {str(own).removeprefix('torch.')}: convert by images.{convert}."
-
-
-def _are_probabilities(logits: Tensor) -> bool:
-    """Whether all rows of logits (M, B, C, ...) look like the output of a softmax or log_softmax."""
-    rows = logits.float()
-    if (rows >= 0).all() and (rows.sum(2) - 1).abs().max() < 1e-3:
-        return True
-    return bool((rows <= 0).all() and rows.logsumexp(2).abs().max() < 1e-3)
 
 
 def _check_labels(name: str, targets: Tensor, logits: Tensor, ignore_index: int | None) -> None:
@@ -333,15 +322,8 @@ def _check_labels(name: str, targets: Tensor, logits: Tensor, ignore_index: int 
 
 def _check_range(classes: int, ignore_index: int | None, targets: Tensor) -> None:
     """Labels must be between 0 and C-1; on a GPU, looking would wait for the device."""
-    if targets.is_cuda or not targets.numel():
-        return
-    counted = targets.long()[not_ignored(targets, ignore_index)]
-    if counted.numel() and int(counted.min()) >= 1 and int(counted.max()) == classes:
-        raise ValueError(
-            f"targets must be between 0 and {classes - 1}: labels start at 0. Got {int(counted.min())} to "
-            f"{classes}; pass targets - 1."
-        )
-    _checks.label_range(targets, classes, ignore_index)
+    if not targets.is_cuda:
+        _checks.label_range(targets, classes, ignore_index)
 
 
 def _check_batch_norm(
