@@ -243,7 +243,7 @@ STATE = "(K\\x03U\\x01|NNNJ\\x08\\x00\\x00\\x00K\\x01K\\x3ftb"
             "a state is not",
         ),
         ("c_codecs\\nencode\\n(N}X\\x08\\x00\\x00\\x00__call__K\\x01stb", "a state is not"),
-        ("cnumpy\\nndarray\\n(K\\x00tR", "numpy.ndarray is not allowed"),
+        ("cnumpy\\nndarray\\n(K\\x00tR", "numpy ndarray is not allowed"),
         ("c_codecs\\nencode\\n(X\\x01\\x00\\x00\\x00xX\\x05\\x00\\x00\\x00rot13tR", "encode is not allowed"),
         ("Nr\\xff\\xff\\xff\\x1f", "NoneType"),  # a memo of 4 GB, in 9 bytes
         ("K\\x01' + b'\\x85' * 200_000 + b'", "tuple"),  # a tuple nested 200,000 deep
