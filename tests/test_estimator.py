@@ -135,19 +135,13 @@ def test_precision_follows_x(iris):
 
 
 def test_copies(fitted, iris):
-    X, _ = iris
-    again = pickle.loads(pickle.dumps(fitted))  # noqa: S301
-    np.testing.assert_array_equal(again.predict_proba(X), fitted.predict_proba(X))
+    X, y = iris
+    for model in (fitted, small(share_after="relu", epochs=1).fit(X, y)):
+        again = pickle.loads(pickle.dumps(model))  # noqa: S301
+        np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
     fresh = clone(fitted)
     assert fresh.get_params() == fitted.get_params()
     assert not hasattr(fresh, "ensemble_")
-
-
-def test_a_shared_one_pickles(iris):
-    X, y = iris
-    model = small(share_after="relu", epochs=1).fit(X, y)
-    again = pickle.loads(pickle.dumps(model))  # noqa: S301
-    np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
 
 
 def test_pipeline_and_cross_validation():

@@ -96,14 +96,7 @@ def test_a_network_cut_by_name_on_floats(tmp_path):
     ensemble.share_at_test = "expected"
     x = torch.randn(9, 4)
     assert_equal(torch_runner(tmp_path / "m.pt2")(x), ensemble.predict(x))
-    again = torch_runner(tmp_path / "m.pt2")
-    assert torch.equal(again(x)[1], again(x)[1]), "no masks are drawn"
-
-
-def test_sharing_that_is_off_stays_off(tmp_path):
-    torch.manual_seed(1)
-    ensemble = cmcl.Ensemble(Skip, 2, share_after="relu", share_at_test="off")
-    x = torch.randn(5, 4)
+    ensemble.share_at_test = "off"
     export(ensemble, tmp_path / "m.pt2", x, format="torch")
     assert_equal(torch_runner(tmp_path / "m.pt2")(x), ensemble.predict(x))
 
@@ -168,16 +161,6 @@ def test_expected_pooling_as_onnx(tmp_path):
     ensemble = cmcl.Ensemble(network, 2, share_after="stem")
     export(ensemble, tmp_path / "m.onnx", torch.randn(3, 3, 15, 15))
     x = torch.randn(5, 3, 15, 15)
-    assert_equal(onnx_runner(tmp_path / "m.onnx")(x), ensemble.predict(x))
-
-
-@needs_onnx
-@pytest.mark.slow
-def test_a_cut_network_as_onnx(tmp_path):
-    torch.manual_seed(1)
-    ensemble = cmcl.Ensemble(Skip, 3, share_after="relu")
-    export(ensemble, tmp_path / "m.onnx", torch.randn(5, 4))
-    x = torch.randn(7, 4)
     assert_equal(onnx_runner(tmp_path / "m.onnx")(x), ensemble.predict(x))
 
 
@@ -348,32 +331,6 @@ def test_an_ensemble_that_answers_fewer_classes_than_its_set_has(tmp_path, cmcl)
     words = ("export", tmp_path / "five", "-o", tmp_path / "m.pt2", "--limit", 5)
     assert cmcl(*words)[0] == 0
     assert "classes" not in told(tmp_path / "m.pt2")
-
-
-def test_the_command_in_torchs_format_with_an_example(saved, tmp_path, cmcl):
-    np.save(tmp_path / "x.npy", images(3, 1, 8, 8).numpy())
-    example = ("--example", tmp_path / "x.npy")
-    code, out, _ = cmcl("export", saved, "-o", tmp_path / "m.pt2", "--format", "torch", *example, "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert (found["examples"], found["format"]) == (3, "torch")
-    assert set(found["differences"]) == set(OUTPUTS)
-
-
-def test_an_example_that_is_none(saved, tmp_path, cmcl):
-    (tmp_path / "bad.npy").write_text("no numbers")
-    code, _, err = cmcl("export", saved, "-o", tmp_path / "n.pt2", "--example", tmp_path / "bad.npy")
-    assert code == 2
-    assert err.startswith("cmcl: --example must be a .npy file of numbers.")
-    assert not (tmp_path / "n.pt2").exists()
-
-
-def test_an_example_of_one_number(saved, tmp_path, cmcl):
-    np.save(tmp_path / "one.npy", np.float32(3))
-    code, _, err = cmcl("export", saved, "-o", tmp_path / "n.pt2", "--example", tmp_path / "one.npy")
-    assert code == 2
-    got = "Got a torch.float32 tensor of shape ()."
-    assert err == f"cmcl: x must be a tensor with the batch on its first axis. {got}\n"
 
 
 class Branching(nn.Module):

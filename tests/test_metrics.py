@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.metrics import log_loss
 
 from cmcl import metrics
 
@@ -98,6 +98,9 @@ def test_probabilistic_metrics_by_hand():
     # Confidences .7 right, .65, .45, .55 wrong; of two bins, [.5, 1) holds three and [0, .5) one.
     expected = abs((0.7 + 0.65 + 0.55) - 1) / 4 + abs(0.45 - 0) / 4
     assert metrics.ece(PROBS, TARGETS, bins=2) == pytest.approx(expected)
+    # An edge belongs to the bin above it: .5 right and .7 wrong in [.5, 1), .45 wrong in [0, .5).
+    probs = torch.tensor([[[0.5, 0.25, 0.25], [0.7, 0.2, 0.1], [0.45, 0.35, 0.2]]])
+    assert metrics.ece(probs, torch.tensor([0, 1, 1]), bins=2) == pytest.approx((0.45 + abs(1.2 - 1)) / 3)
 
 
 def test_dense_errors_by_hand():
@@ -131,9 +134,7 @@ def test_entropy_by_hand():
     torch.testing.assert_close(metrics.entropy(probs), torch.tensor([[math.log(2), 0, third]]))
     torch.testing.assert_close(metrics.entropy(probs[0], dim=1), torch.tensor([math.log(2), 0, third]))
     torch.testing.assert_close(metrics.entropy(probs[0], dim=-1), metrics.entropy(probs[0], dim=1))
-
-
-def test_entropy_per_pixel_and_pixel_mean():
+    # dense: per pixel, and the mean over pixels
     probs = torch.tensor([[0.5, 1.0], [0.5, 0.0]]).reshape(1, 1, 2, 1, 2)
     assert metrics.entropy(probs, pixelwise=True).shape == (1, 1, 1, 2)
     torch.testing.assert_close(metrics.entropy(probs), torch.tensor([[math.log(2) / 2]]))
@@ -177,19 +178,14 @@ def test_out_of_distribution_by_hand():
     assert metrics.auroc(inside, inside + 9) == 1
     assert metrics.fpr95(inside, inside + 9) == 0
     assert metrics.auroc(outside + 9, inside) == 0
+    assert metrics.auroc(torch.tensor([0.0, 1.0]), torch.tensor([torch.inf])) == 1
 
 
 def test_fpr95_at_exactly_95_percent():
+    """A threshold that detects 19 of 20 is enough."""
     outside = torch.arange(20.0)  # 19 of 20 lie at 1 or above
     inside = torch.tensor([0.5, 0.9, 1.0, 7.0])
     assert metrics.fpr95(inside, outside) == 2 / 4
-
-
-def test_large_scores_are_not_merged():
-    inside, outside = torch.full((4,), 100.0), torch.full((4,), 101.0)  # a sigmoid makes both 1 in float32
-    assert metrics.auroc(inside, outside) == 1
-    assert metrics.fpr95(inside, outside) == 0
-    assert metrics.auroc(torch.tensor([0.0, 1.0]), torch.tensor([torch.inf])) == 1
 
 
 def test_risk_coverage_by_hand():
@@ -290,15 +286,6 @@ def test_aurc_against_loops(answers):
     assert metrics.aurc(confidence.float(), correct) == pytest.approx(expected)
 
 
-def test_many_scores_are_exact():
-    generator = torch.Generator().manual_seed(0)
-    inside = torch.randn(26_032, generator=generator).abs() * 3
-    outside = torch.randn(10_000, generator=generator).abs() * 4 + 1
-    labels = np.r_[np.zeros(len(inside)), np.ones(len(outside))]
-    expected = roc_auc_score(labels, np.r_[inside, outside])
-    assert metrics.auroc(inside, outside) == pytest.approx(expected, abs=1e-6)
-
-
 def test_nll_is_scikit_learns():
     member_probs, targets = random_case(1, members=3, examples=200, classes=4)
     expected = log_loss(targets, member_probs.mean(0), labels=range(4))
@@ -310,19 +297,14 @@ def test_nll_is_scikit_learns():
 
 @given(cases)
 @settings(deadline=None, max_examples=40)
-def test_one_member_is_its_own_oracle(case):
+def test_the_oracle_bounds_the_others_and_one_member_is_its_own(case):
+    oracle = metrics.oracle_error(*case)
+    assert oracle <= metrics.member_errors(*case).min() + 1e-12
+    assert oracle <= metrics.picked_error(*case) + 1e-12
     member_probs, targets = case[0][:1], case[1]
     alone = metrics.member_errors(member_probs, targets).item()
     for error in (metrics.top1_error, metrics.oracle_error, metrics.picked_error):
         assert error(member_probs, targets) == pytest.approx(alone)
-
-
-@given(cases)
-@settings(deadline=None, max_examples=40)
-def test_oracle_is_at_most_every_other_error(case):
-    oracle = metrics.oracle_error(*case)
-    assert oracle <= metrics.member_errors(*case).min() + 1e-12
-    assert oracle <= metrics.picked_error(*case) + 1e-12
 
 
 @given(cases)
