@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from ..data.registry import DATASETS
-from .common import AsJson, Root, parse_pairs, print_json
+from .common import AsJson, Root, parse_pairs, print_json, seed_range
 
 app = typer.Typer(help="Download datasets and inspect them.", no_args_is_help=True)
 DOWNLOADS = [name for name, info in DATASETS.items() if info.published and info.published.downloads]
@@ -55,7 +55,11 @@ def data_check(
     from ..data import check
 
     report = check(
-        name, root=root, validation=validation, seed=seed, options=parse_pairs(option or [], "--option")
+        name,
+        root=root,
+        validation=validation,
+        seed=seed_range(seed)[0],
+        options=parse_pairs(option, "--option"),
     )
     if as_json:
         print_json(report)

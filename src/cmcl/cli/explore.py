@@ -57,7 +57,7 @@ def demo(
         found = run_demo(
             out,
             segmentation=segmentation,
-            seed=seed,
+            seed=common.seed_range(seed)[0],
             quiet=not live,
             progress=(lambda line: None) if quiet else lambda line: common.say(line, err=True),
         )
@@ -222,7 +222,9 @@ def _print_recipes(recipes: list[dict[str, Any]], everything: bool) -> None:
 def layers(
     network: Annotated[str, Argument(help="A name from `cmcl list networks`, or your own MODULE:FUNCTION.")],
     shape: Annotated[str, Option("--input", metavar="C,H,W", help="Shape of one input.")] = "3,32,32",
-    tokens: Annotated[int | None, Option(metavar="COUNT", help="Inputs are token ids below COUNT.")] = None,
+    tokens: Annotated[
+        int | None, Option(min=1, max=2**31, metavar="COUNT", help="Inputs are token ids below COUNT.")
+    ] = None,
     option: Annotated[
         common.Pairs, Option(metavar="NAME=VALUE", help="Of the network, as classes=100.")
     ] = None,
@@ -282,7 +284,7 @@ def _input(shape: str, tokens: int | None) -> "Tensor":
         sizes = [int(size) for size in shape.split(",")]
     except ValueError:
         sizes = [0]
-    if min(sizes) < 1:
+    if not 0 < min(sizes) <= max(sizes) < 2**31:
         raise ValueError(f"--input must be sizes of one input, such as 3,32,32. Got {shape!r}.")
     if tokens is not None:
         return torch.randint(tokens, (2, *sizes), generator=torch.Generator().manual_seed(0))

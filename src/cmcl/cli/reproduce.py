@@ -48,9 +48,7 @@ def reproduce(
     another machine that has the records.
     """
     if not what and not status:
-        raise ValueError(
-            "name what to reproduce: table1, table2, table3, fig1, fig2, fig3, fig4 or all. Got nothing."
-        )
+        raise ValueError(f"name what to reproduce: {WHAT}. Got nothing.")
     chosen, shard = _cells(what or ["all"]), _part(part)
     if status:
         _status(chosen, results, as_json)
@@ -79,14 +77,8 @@ def reproduce(
         if not dry_run and plan(wanted, **how):  # where nothing is missing, nothing is written
             common.check_writable(out, "--out", folder=True)
             common.check_writable(results, "--results", folder=True)
-        report = campaign(
-            wanted,
-            **how,
-            budget_seconds=seconds,
-            unfinished=unfinished,
-            dry_run=dry_run,
-            say=(lambda line: None) if as_json else common.say,
-        )
+        how |= {"budget_seconds": seconds, "unfinished": unfinished, "dry_run": dry_run}
+        report = campaign(wanted, **how, say=(lambda line: None) if as_json else common.say)
     if dry_run:
         _print_plan(report.jobs, as_json)
         return
