@@ -91,10 +91,10 @@ def charts_of(text):
 
 def test_a_page_of_runs(runs, tmp_path):
     text = page_of(runs, out=tmp_path)
-    for words in ("Training curves", "Win rates: digits-cmcl", "Reliability", "Risk and coverage"):
+    for words in ("Training curves", "Specialists: digits-cmcl", "Reliability", "Risk and coverage"):
         assert words in text, words
     assert "CMCL and IE on digits have a top-1 error of 10.00 against 10.00" in text
-    assert "Win rates: digits-ie" not in text, "its members do not compete"
+    assert "Specialists: digits-ie" not in text, "its members do not compete"
     assert "Table 1" not in text, "no empty paper tables"
     titles = [a["id"] for a in Page(text).all("section")]
     assert "training-digits" in titles
@@ -408,7 +408,7 @@ def test_formats(runs, tmp_path):
         report.write([runs], tmp_path / "x", format="docx")
 
 
-def test_members_with_few_wins_are_in_the_numbers_of_the_curves(tmp_path):
+def test_dead_members_are_in_the_numbers_of_the_curves(tmp_path):
     folder = save_run(tmp_path / "mine", made_record("digits-mcl"), epochs=5)
     path = folder / "telemetry.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -110,12 +110,12 @@ def test_what_was_not_recorded_is_not_drawn():
     assert "entropy of non-specialists, nats" not in titles
 
 
-def test_win_rates():
+def test_specialists():
     run = run_of("digits-mcl")
     run.rows[2].specialist_fraction_by_class[1][:] = [1.0] + [0.0] * 9
     figure = figures.specialist_fraction("f", "t", run, 1)
     assert [panel.title for panel in figure.panels] == [f"member {m}" for m in range(5)]
-    assert [p["wins"] for p in values(figure.panels[1]) if p["epoch"] == 3] == [100] + [0] * 9
+    assert [p["specialist"] for p in values(figure.panels[1]) if p["epoch"] == 3] == [100] + [0] * 9
     dense = figures.specialist_fraction("f", "t", run_of("shapes-cmcl", classes=2), 1)
     assert len(dense.panels) == 1
     assert [s.name for s in dense.legend] == ["member 0", "member 1", "member 2"]
@@ -252,7 +252,9 @@ def test_figures_as_files(tmp_path, format, start):
     folder = report.write([tmp_path / "runs"], tmp_path / "figures", format=format)
     files = sorted(path.name for path in folder.iterdir())
     expected = ["classes-digits", "curves-digits", "entropies-digits", "reliability-digits", "risk-digits"]
-    assert files == [f"{name}.{format}" for name in [*expected, "wins-digits-0", "wins-digits-1"]]
+    assert files == [
+        f"{name}.{format}" for name in [*expected, "specialists-digits-0", "specialists-digits-1"]
+    ]
     assert all(path.read_bytes().startswith(start) for path in folder.iterdir())
     if format == "svg":
         text = (folder / "curves-digits.svg").read_text()

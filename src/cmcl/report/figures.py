@@ -24,7 +24,7 @@ VEGA_LITE = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])  # as vl-con
 TICKS = [0, 1, 2, 5, 10, 20, 50, 100]
 ROW, TALLEST = 24, 720  # pixels: a class of a heat map, and all of them
 WIDTH, COLUMNS = 260, 3  # of the panels in a file
-MOST_POINTS = 24_000  # of all maps of win rates together: about 1 MB
+MOST_POINTS = 24_000  # of all maps of specialists together: about 1 MB
 FILES = (".svg", ".png", ".pdf")
 EPOCHS = 120  # points of a curve at most
 
@@ -233,7 +233,7 @@ def training(id: str, title: str, runs: Sequence[Run]) -> Figure:
         if len({point["epoch"] for point in points}) > 1:
             panels.append(_epochs(name, points, legend))
     columns = [*names("Run"), Column("Epochs"), Column("Last loss"), Column("Last top-1, %")]
-    columns += names("Members with few wins")
+    columns += names("Dead members")
     numbers = Table(f"{id}-numbers", "After the last epoch", columns, [_ending(run) for run in runs])
     caption = "Specialists of an example learn its label; the others learn a uniform prediction."
     return Figure(id, title, caption, panels, numbers, legend=legend)
@@ -288,11 +288,13 @@ def specialist_fraction(id: str, title: str, run: Run, runs: int) -> Figure:
             for row in thinned([row for row in run.rows if row.specialist_fraction], EPOCHS)
             for m, rate in enumerate(row.specialist_fraction)
         ]
-        panels = [_epochs("wins, %", points, series(point["run"] for point in points))]
+        panels = [_epochs("specialist, %", points, series(point["run"] for point in points))]
     last = run.rows[-1].specialist_fraction
     cells = [[Value(f"member {i}"), number(100 * rate, 1)] for i, rate in enumerate(last)]
-    columns = [*names("Member"), Column("Wins, %")]
-    numbers = Table(f"{id}-numbers", "Win rate over all examples in the last epoch", columns, cells)
+    columns = [*names("Member"), Column("Specialist, %")]
+    numbers = Table(
+        f"{id}-numbers", "Examples of the last epoch for which a member is a specialist", columns, cells
+    )
     scale = ("0 %", "100 %") if len(panels) > 1 else None
     legend = [] if scale else series(f"member {i}" for i in range(len(last)))
     return Figure(id, title, f"{caption}.", panels, numbers, legend, narrow=len(panels) > 1, scale=scale)
@@ -302,7 +304,7 @@ def _class_map(member: int, rows: Sequence[Row], classes: Sequence[str] | None) 
     count = len(rows[0].specialist_fraction_by_class[member])
     labels = list(classes) if classes and len(classes) == count else list(map(str, range(count)))
     points = [
-        {"epoch": row.epoch, "class": labels[c], "wins": round(100 * rate)}
+        {"epoch": row.epoch, "class": labels[c], "specialist": round(100 * rate)}
         for row in rows
         for c, rate in enumerate(row.specialist_fraction_by_class[member])
     ]
@@ -310,8 +312,8 @@ def _class_map(member: int, rows: Sequence[Row], classes: Sequence[str] | None) 
     chart = _chart(points).encode(
         x=alt.X("epoch:O", title="epoch", axis=alt.Axis(values=marked, labelAngle=0)),
         y=alt.Y("class:N", title=None, sort=labels, axis=alt.Axis(labelOverlap=True)),
-        color=alt.Color("wins:Q", scale=alt.Scale(domain=[0, 100]), legend=None),
-        tooltip=["epoch:O", "class:N", _tip("wins", ".0f")],
+        color=alt.Color("specialist:Q", scale=alt.Scale(domain=[0, 100]), legend=None),
+        tooltip=["epoch:O", "class:N", _tip("specialist", ".0f")],
     )
     return _panel(f"member {member}", chart.mark_rect(), max(60, min(15 * count, 400)))
 

@@ -4,6 +4,7 @@ A file that cannot be read is skipped with a warning, and the report lists it.
 """
 
 import os
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -112,8 +113,9 @@ class Inputs:
 
     def skip(self, path: Path, reason: str) -> None:
         """Warn about a file, and note it for the page, which shows no folders of whoever makes it."""
-        warnings.warn(f"skipped {path}: {reason}", stacklevel=3)
-        short = reason.replace(str(path), path.name).replace(f"{path.parent}{os.sep}", "")
+        short = reason.removeprefix(f"{path}: ").replace(f"{path.parent}{os.sep}", "")
+        short = textwrap.shorten(short, 200, placeholder=" ...")
+        warnings.warn(f"skipped {path}: {short}", stacklevel=3)
         self.skipped.append(f"{'/'.join(path.parts[-3:])}: {short}")
 
 

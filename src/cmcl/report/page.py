@@ -173,7 +173,9 @@ def _run_sections(key: str, title: str, runs: list[Run], inputs: Inputs) -> Iter
             run for run in trained if run.method not in ("ie", "single") and run.rows[-1].specialist_fraction
         ]
         charts += [
-            figures.specialist_fraction(f"wins-{key}-{i}", f"Win rates: {run.label}", run, len(inputs.runs))
+            figures.specialist_fraction(
+                f"specialists-{key}-{i}", f"Specialists: {run.label}", run, len(inputs.runs)
+            )
             for i, run in enumerate(_first_seeds(compete))
         ]
         yield Section(f"training-{key}", f"Training on {title}", figures=charts)
