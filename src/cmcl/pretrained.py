@@ -1,4 +1,4 @@
-"""Fine-tuning: members made from one pretrained network, whole copies or trunks on one stem."""
+"""Fine-tuning: members that start from one pretrained network, as copies or on a shared stem."""
 
 import copy
 from collections.abc import Sequence
@@ -32,9 +32,10 @@ def from_pretrained(
         network: the pretrained network, with a head for your classes; it is copied.
         members: how many copies.
         head: names of the submodules whose weights each member draws anew, such as "fc".
-        noise: moves all weights but the stem's apart: normal, this share of each tensor's own deviation.
-        stem: name of a submodule up to which all members are one network, as `SharedStemEnsemble` says.
-        freeze: the stem does not learn, and its statistics stay as they are.
+        noise: standard deviation of normal noise added to all weights but the stem's, as a fraction of
+            each tensor's own.
+        stem: name of the submodule up to which all members are one network: see `SharedStemEnsemble`.
+        freeze: the stem is not trained, and its batch statistics stay as they are.
         share_after, share_prob, share_at_test, output: as for `Ensemble`.
     """
     if not isinstance(network, nn.Module):
@@ -52,7 +53,9 @@ def from_pretrained(
     _check_outside(common, _names(head), stem)
     for module in copies:
         redrawn = {id(p) for name in _names(head) for p in _redraw(module, name)}
-        _disturb([p for n, p in module.named_parameters() if n not in common and id(p) not in redrawn], noise)
+        _add_noise(
+            [p for n, p in module.named_parameters() if n not in common and id(p) not in redrawn], noise
+        )
     build = Ensemble if stem is None else partial(SharedStemEnsemble, stem=stem, freeze=freeze)
     return build(
         copies, share_after=share_after, share_prob=share_prob, share_at_test=share_at_test, output=output
@@ -60,7 +63,7 @@ def from_pretrained(
 
 
 class SharedStemEnsemble(Ensemble):
-    """An ensemble whose members are one network up to the submodule `stem`, and go apart from there.
+    """An ensemble whose members are one network up to the submodule `stem`.
 
     The stem runs once for all members; `parameters()` and `state_dict()` hold it once. Features can be
     shared after a later submodule, `share_after`.
@@ -69,7 +72,7 @@ class SharedStemEnsemble(Ensemble):
         network: as for `Ensemble`. The stem is that of the first member.
         members: as for `Ensemble`.
         stem: name of a submodule; nothing but its output may be used after it.
-        freeze: the stem does not learn. It stays in eval mode: no dropout, statistics as they are.
+        freeze: the stem is not trained. It stays in eval mode: no dropout, fixed batch statistics.
         settings: the other arguments of `Ensemble`.
     """
 
@@ -142,7 +145,7 @@ def held_once(member: nn.Module, parts: Sequence[str]) -> list[str]:
 
 
 def _check_untied(module: nn.Module, parts: Sequence[str], stem: str) -> None:
-    """A weight on both sides of the stem would have to be one for all members and each member's own."""
+    """Raise if a weight of the stem is tied to one after it, which each member has of its own."""
     weights = list(module.named_parameters(remove_duplicate=False))
     inside = {p: name for name, p in weights if _is_in(name, parts)}
     for name, p in weights:
@@ -151,7 +154,7 @@ def _check_untied(module: nn.Module, parts: Sequence[str], stem: str) -> None:
 
 
 def _check_later(member: nn.Module, stem: str, share_after: str | None) -> None:
-    """Features are shared where they differ, after weights of the members' own."""
+    """Raise if features are shared where all members still have the same."""
     if share_after is None:
         return
     common, (before, _) = _parts_before(member, stem), parts_around(member, share_after)
@@ -159,7 +162,7 @@ def _check_later(member: nn.Module, stem: str, share_after: str | None) -> None:
     if not any(_is_in(name, own) for name, _ in member.named_parameters()):
         raise ValueError(
             f"share_after must come after weights of the members' own. Got {share_after!r}, where all have "
-            f"the same features, those of the stem {stem!r}; name a later submodule, or leave it out."
+            f"the features of the stem {stem!r}; name a later submodule, or leave it out."
         )
 
 
@@ -167,26 +170,26 @@ def _check_outside(common: Sequence[str], heads: Sequence[str], stem: str | None
     for head in heads:
         if any(_is_in(key, [head]) for key in common):
             raise ValueError(
-                f"head must come after the stem, which stays as it is pretrained. Got {head!r}, of which "
+                f"head must come after the stem, which stays pretrained. Got {head!r}, of which "
                 f"{stem!r} needs a part; name a later submodule, or an earlier stem."
             )
 
 
 def _name_once(ensemble: SharedStemEnsemble, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """The stem's weights stay under the first member's name only."""
+    """Keep the stem's weights under the first member's name only."""
     for key, _ in _doubles(ensemble, prefix):
         del state[key]
 
 
 def _name_for_all(ensemble: SharedStemEnsemble, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    """The way back, before each member looks for its weights."""
+    """Give every member the stem's weights again, before they are loaded."""
     for key, first in _doubles(ensemble, prefix):
         if first in state:
             state.setdefault(key, state[first])
 
 
 def _doubles(ensemble: SharedStemEnsemble, prefix: str) -> list[tuple[str, str]]:
-    """Names of the stem's weights in the other members, each with its name in the first."""
+    """Names of the stem's weights in the other members, each with its name in the first member."""
     common = held_once(ensemble.members[0], ensemble._parts)
     others = range(1, len(ensemble.members))
     return [(f"{prefix}members.{m}.{key}", f"{prefix}members.0.{key}") for m in others for key in common]
@@ -197,7 +200,7 @@ def _names(head: str | Sequence[str]) -> Sequence[str]:
 
 
 def _check_head(network: nn.Module, name: str) -> None:
-    """A head must be there, and its weights such that each member can draw its own."""
+    """Raise unless the head exists and its weights can be drawn anew."""
     known = dict(network.named_modules())
     if not name or name not in known:
         last = ", ".join(repr(key) for key, _ in list(network.named_children())[-3:])
@@ -222,20 +225,20 @@ def _check_head(network: nn.Module, name: str) -> None:
 
 
 def _check_heads_untied(network: nn.Module, heads: Sequence[str]) -> None:
-    """Drawing a tied weight anew would draw it in the other part too; one module of two names is no tie."""
+    """Raise if a weight of a head is tied to another layer: drawing it anew would change that one, too."""
     drawn = {part for name in heads for part in network.get_submodule(name).modules()}
     own = {p: f"{name}.{key}" for name in heads for key, p in network.get_submodule(name).named_parameters()}
     for name, part in network.named_modules():
         for key, p in part.named_parameters(name, recurse=False):
             if part not in drawn and p in own:
                 raise ValueError(
-                    f"head must not be tied to what stays as it is pretrained. Got {own[p]!r}, which is also "
+                    f"head must not be tied to what stays pretrained. Got {own[p]!r}, which is also "
                     f"{key!r}; give the head a weight of its own, or name both parts as head."
                 )
 
 
 def _computed(part: nn.Module) -> str | None:
-    """A weight that a hook computes from parameters: what is drawn for it would be forgotten.
+    """The name of a weight that a hook computes from parameters: drawing it anew would have no effect.
 
     prune and the older spectral_norm keep a parameter `weight_orig`, the older weight_norm `weight_g` and
     `weight_v`.
@@ -259,6 +262,6 @@ def _redraw(module: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def _disturb(weights: Sequence[Tensor], noise: float) -> None:
+def _add_noise(weights: Sequence[Tensor], noise: float) -> None:
     for w in weights if noise else []:
         w.add_(torch.randn_like(w), alpha=noise * w.std(correction=0).item())
