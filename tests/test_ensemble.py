@@ -171,6 +171,8 @@ class TestForward:
         inputs = ensemble.transform.transform(images)
         logits = torch.compile(ensemble, fullgraph=True, backend="aot_eager")(inputs)
         torch.testing.assert_close(logits.softmax(2), ensemble.predict(images).member_probs)
+        with pytest.raises(TypeError, match="raw uint8 images .* Got a torch.float32"):
+            ensemble.predict(inputs)
 
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
     def test_token_ids_are_ordinary_inputs(self, dtype):

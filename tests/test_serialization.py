@@ -425,13 +425,6 @@ class TestTransforms:
         assert loaded.transform.checksum == ensemble.transform.checksum
         assert loaded.predict(images).probs.equal(ensemble.predict(images).probs)
 
-    def test_floats_of_another_shape_are_the_callers_business(self):
-        pooled = cmcl.Ensemble(
-            lambda: nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4, 3)), 2
-        )
-        pooled.transform = ZCA().fit(cmcl.data.load("digits"))
-        assert pooled.predict(torch.rand(3, 1, 12, 12)).probs.shape == (3, 3)
-
     def test_names_of_classes(self, saved, tmp_path):
         ensemble, _ = saved
         ensemble.classes = [7, 8, 9]

@@ -154,12 +154,15 @@ class Ensemble(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
-        """The prediction for inputs (B, ...), uint8 if raw, in eval mode, in parts of `batch_size`."""
+        """The prediction for inputs (B, ...) in eval mode, in parts of `batch_size`.
+
+        If the ensemble has a `transform`, x are raw uint8 images, and it is applied to them.
+        """
         batch_size = max(len(_checks.inputs(x)), 1) if batch_size is None else batch_size
         _checks.positive("batch_size", batch_size)
         device = next(self.parameters(), x).device
         with in_eval(self):
-            parts = (self.transformed(part.to(device)) for part in torch.split(x, int(batch_size)))
+            parts = (self._prepared(part.to(device)) for part in torch.split(x, int(batch_size)))
             logits = torch.cat([self(part).to(x.device) for part in parts], 1)
         _checks.no_numbers(logits)
         return prediction(logits, self.temperature)
@@ -176,12 +179,6 @@ class Ensemble(nn.Module):
                 logits = self(part.to(device))
             yield logits
 
-    def transformed(self, x: Tensor) -> Tensor:
-        """Raw uint8 images after `self.transform`; other inputs, and all of them without one, as they are."""
-        raw = self.transform is not None and x.dtype == torch.uint8
-        inputs: Tensor = self.transform.transform(x) if raw else x
-        return inputs
-
     def save(self, path: str | Path, *, with_transform: bool = False) -> None:
         """Write a folder for `cmcl.load`, never a pickle; a large transform only if `with_transform`."""
         from .serialization import save
@@ -193,6 +190,17 @@ class Ensemble(nn.Module):
         shared = f"shared after {self.share_after!r} with probability {self.share_prob}"
         count = f"{len(self.members)} members, {sum(p.numel() for p in self.parameters()):,} parameters"
         return f"{count}, features {shared if self.share_after else 'not shared'}"
+
+    def _prepared(self, x: Tensor) -> Tensor:
+        if self.transform is None:
+            return x
+        if x.dtype != torch.uint8:
+            raise TypeError(
+                f"predict takes raw uint8 images if the ensemble has a transform. Got {_checks.kind(x)}. "
+                "Pass the images before the transform, or call the ensemble itself, which does not transform."
+            )
+        inputs: Tensor = self.transform.transform(x)
+        return inputs
 
     def _split(self) -> list[Split]:
         return [split(member, self.share_after) for member in self.members]

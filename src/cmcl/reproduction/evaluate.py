@@ -98,7 +98,7 @@ def predictions(
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             for part in watched(images.cpu().split(batch_size), title):
-                inputs = ensemble.transformed(part.to(device)) if raw else part
+                inputs = ensemble.transform.transform(part.to(device)) if raw else part
                 for logits in ensemble.stream(inputs, batch_size):
                     _checks.no_numbers(logits)
                     yield logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32)).cpu()
