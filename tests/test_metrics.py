@@ -420,6 +420,13 @@ def test_evaluation_streams():
     assert float(done.stdout) < 250
 
 
+def test_batches_of_dense_targets_are_smaller():
+    sizes = {(7,): 1000, (7, 16, 16): 256, (7, 128, 128): 4, (7, 999, 999): 1, (0, 8, 8): 1000}
+    for shape, size in sizes.items():
+        assert metrics.examples_per_batch(torch.zeros(shape), 1000) == size
+    assert metrics.examples_per_batch(torch.zeros(7, 16, 16), 10) == 10
+
+
 def test_percent():
     assert metrics.percent(1 / 3) == 33.333333
     assert metrics.percent(torch.tensor([[0.5, torch.nan], [0.0, 1.0]])) == [[50.0, None], [0.0, 100.0]]

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import _checks
 
 LARGEST = 2**21  # probabilities worked on at a time, which bounds the memory beside the input
+PIXELS = 2**16  # of dense targets in a batch: their probabilities are members times classes as many
 
 
 class Accumulator:
@@ -242,6 +243,12 @@ def risk_coverage(confidence: Tensor, correct: Tensor) -> tuple[Tensor, Tensor]:
 def aurc(confidence: Tensor, correct: Tensor) -> float:
     """Area under the risk-coverage curve: its mean over the coverages 1/N, ..., 1. Lower is better."""
     return risk_coverage(confidence, correct)[1].mean().item()
+
+
+def examples_per_batch(targets: Tensor, largest: int) -> int:
+    """A batch size for evaluation: `largest`, or less where targets (N, H, W) are dense."""
+    pixels = targets[:1].numel() if targets.ndim > 1 else 0
+    return max(1, min(largest, PIXELS // pixels)) if pixels else largest
 
 
 def percent(fractions: float | Tensor) -> Any:

@@ -108,6 +108,7 @@ def _measure(
     from ..data.dataset import default_ignore_index
 
     scores = metrics.Accumulator(curves=outside is not None)
+    batch = metrics.examples_per_batch(test.targets, batch)
     for probs, targets in zip(_probs(ensemble, test, batch, "test"), test.targets.split(batch), strict=True):
         scores.update(probs, targets, ignore_index=default_ignore_index(targets, probs.shape[2]))
     for probs in () if outside is None else _probs(ensemble, outside, batch, "OOD"):

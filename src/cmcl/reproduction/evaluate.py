@@ -51,6 +51,7 @@ def evaluate_run(
         gallery: collects images for the report.
     """
     scores, entropies, start = metrics.Accumulator(curves=True), Entropies(), 0
+    batch_size = metrics.examples_per_batch(targets, batch_size)
     for probs in predictions(ensemble, images, batch_size=batch_size, title=title):
         part = targets[start : start + probs.shape[1]]
         scores.update(probs, part, ignore_index=default_ignore_index(targets, probs.shape[2]))
@@ -78,7 +79,8 @@ def evaluate_run(
 
 def evaluate_errors(ensemble: Ensemble, data: Dataset, *, batch_size: int = 1000) -> dict[str, float]:
     """Errors in percent, as in a record."""
-    return _errors(accumulated(predictions(ensemble, data.images, batch_size=batch_size), data.targets))
+    size = metrics.examples_per_batch(data.targets, batch_size)
+    return _errors(accumulated(predictions(ensemble, data.images, batch_size=size), data.targets))
 
 
 def predictions(

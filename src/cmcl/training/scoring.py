@@ -10,8 +10,6 @@ from ..ensemble import Ensemble
 from .batches import Data, tensors
 from .preflight import AUTO, as_data, inputs_of, resolved
 
-PIXELS = 2**16  # of dense targets in a batch: their probabilities are members times classes as many
-
 
 def evaluate(
     ensemble: Ensemble, data: Data, *, batch_size: int = 1000, ignore_index: int | str | None = AUTO
@@ -45,6 +43,5 @@ def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
             raise ValueError("data must hold at least one batch. Got an empty DataLoader.")
         return
     images, targets = tensors(data)
-    pixels = max(1, targets[:1].numel())
-    size = min(batch_size, max(1, PIXELS // pixels)) if targets.ndim > 1 else batch_size
+    size = metrics.examples_per_batch(targets, batch_size)
     yield from zip(images.split(size), targets.split(size), strict=True)
