@@ -11,15 +11,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .telling import tell
+from ._messages import warn
 
-T = TypeVar("T")
 NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)  # of which torch finds no lowest and highest
 
 
@@ -128,7 +127,7 @@ def normalised(logits: Tensor) -> str | None:
 
 @cache
 def _warn_once(text: str) -> None:
-    tell(text)
+    warn(text)
 
 
 def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) -> None:

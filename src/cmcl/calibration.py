@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_serializer, model
 from torch import Tensor
 
 from . import _checks, metrics
+from ._messages import warn
 from ._schema import Schema
 from .ensemble import scale_temperature
-from .telling import tell
 
 ABSTAIN = -1  # instead of a class
 LEVELS = 20  # coverages that `fit_threshold` tries: 5 %, 10 %, ..., 100 %
@@ -223,7 +223,7 @@ def fit_temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int 
     widest = math.log(WIDEST)  # the cost is convex in 1 / T, so there is one minimum
     found = minimize_scalar(cost, bounds=(-widest, widest), method="bounded")
     if abs(found.x) > widest - 1e-3:
-        tell(
+        warn(
             f"the temperature, {math.exp(found.x):.3g}, is the end of its range: these examples have no best "
             "one. If all predictions are correct, lower is always better; use more examples."
         )

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from . import __version__, _checks
 from ._files import replacing
+from ._messages import first_line
 from .data.transforms import Transform
 from .ensemble import Ensemble, Prediction, prediction
-from .telling import first_line
 
 FORMATS = ("onnx", "torch")
 OUTPUTS = Prediction._fields  # probs (B, C, ...), member_probs (M, B, C, ...), entropy (M, B), chosen (B,)

@@ -29,7 +29,7 @@ from torch.nn.modules import activation, pooling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from . import _checks
-from .telling import first_line, private_torch, tell
+from ._messages import first_line, private_torch, warn
 
 Stem = Callable[[nn.Module, Tensor], tuple[Tensor, tuple[Any, ...]]]  # (member, x) -> (h, rest)
 Trunk = Callable[[nn.Module, Tensor, tuple[Any, ...]], Any]  # (member, h, rest) -> what the member returns
@@ -505,7 +505,7 @@ def verify(
             raise CannotSplitError(member, name, f"in two pieces it fails ({error})") from error
     except (_CannotCompareError, torch.OutOfMemoryError) as error:
         reason = error if isinstance(error, _CannotCompareError) else "there is not enough memory"
-        tell(
+        warn(
             f"{type(member).__name__} was split after {name!r}, but it was not verified that its pieces "
             f"compute what it computes as a whole: {reason}."
         )

@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 from .._files import parse_json
-from ..telling import first_line
+from .._messages import first_line
 
 if TYPE_CHECKING:
     from ..training import Options

@@ -121,9 +121,9 @@ def _measure(
 
 def _probs(ensemble: "Ensemble", data: "Dataset", batch_size: int, title: str) -> "Iterator[Tensor]":
     """The members' probabilities (M, B, C, ...) of each batch, with a progress bar on a terminal."""
-    from ..telling import watched
+    from .._messages import progress_bar
 
-    for part in watched(data.images.split(batch_size), title):
+    for part in progress_bar(data.images.split(batch_size), title):
         yield ensemble.predict(part).member_probs.cpu()
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._files import read_json
+from .._messages import first_line
 from ..data.registry import DATASETS
-from ..telling import first_line
 from . import common
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from .. import _checks
 from .._files import parse_json, replacing
+from .._messages import without_addresses
 from ..data import from_arrays
 from ..data.dataset import IGNORE, Dataset, tensor_checksum
 from ..ensemble import Ensemble
 from ..serialization import saved_checksum
-from ..telling import without_addresses
 from ..training import Options, Result
 from ..training.batches import Data
 from ..training.config import Recipe

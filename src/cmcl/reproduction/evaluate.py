@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .. import _checks, metrics
 from .._files import replacing
+from .._messages import progress_bar
 from ..data.dataset import Dataset, default_ignore_index, not_ignored
 from ..ensemble import Ensemble
-from ..telling import watched
 
 BINS = 50  # of an entropy histogram, from 0 to log C
 COVERAGES = 100  # points of the risk-coverage curve
@@ -99,7 +99,7 @@ def predictions(
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            for part in watched(images.cpu().split(batch_size), title):
+            for part in progress_bar(images.cpu().split(batch_size), title):
                 inputs = ensemble.transform.transform(part.to(device)) if raw else part
                 for logits in ensemble.stream(inputs, batch_size):
                     _checks.no_numbers(logits)

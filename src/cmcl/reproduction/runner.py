@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import data
 from .._files import replacing
+from .._messages import first_line
 from ..data.dataset import (
     Dataset,
     default_ignore_index,
@@ -29,7 +30,6 @@ from ..data.transforms import PRESETS, Transform, fit_cached, transform_cached
 from ..ensemble import Ensemble
 from ..networks import NETWORKS
 from ..serialization import saved_checksum
-from ..telling import first_line
 from ..training import Options, Result, fit
 from ..training.batches import hold_out
 from ..training.checkpoint import last_step, locked

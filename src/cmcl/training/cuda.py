@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..telling import first_line, private_torch
+from .._messages import first_line, private_torch
 from .batches import epoch_seed
 from .config import Options
 

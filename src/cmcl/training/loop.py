@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from .._messages import warn
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
-from ..telling import tell
 from .batches import Batches, Data, Resident
 from .checkpoint import RunFolder
 from .config import Options, Recipe, check_seed
@@ -112,7 +112,7 @@ def fit(
             folder.open_telemetry(first)
             ensemble.transform, ensemble.classes = plan.transform, plan.classes
         if recipe.method != "ie" and recipe.warm_start >= epochs:
-            tell(
+            warn(
                 f"the run ends in its warm start ({recipe.warm_start} epochs of {epochs}), so it trains an "
                 "independent ensemble. Lower warm_start, or raise epochs."
             )
@@ -247,7 +247,7 @@ def _warn_of_dead_members(state: TrainState, row: dict[str, Any], *, named: bool
     """The entry of a row for members that hardly learn, after a warning; empty if there are none."""
     dead = state.monitor.dead_members(row["specialist_fraction"])
     if dead:
-        tell(f"{f'seed {state.seed}: ' if named else ''}{state.monitor.dead_warning(dead)}")
+        warn(f"{f'seed {state.seed}: ' if named else ''}{state.monitor.dead_warning(dead)}")
     return {"dead_members": dead} if dead else {}
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .. import _checks, metrics
+from .._messages import first_line, warn, without_addresses
 from ..data.arrays import looks_channels_last
 from ..data.dataset import IGNORE, Dataset, default_ignore_index, not_ignored
 from ..data.transforms import MeanStd, Transform
 from ..ensemble import Ensemble, in_eval
 from ..objectives import TaskLoss
-from ..telling import first_line, tell, without_addresses
 from .batches import Batches, Data, Loaded, Resident, first_batch, hold_out, subset, tensors
 from .config import Options, Recipe, check_seed
 from .cuda import find_device
@@ -100,7 +100,7 @@ def preflight(
     transform = _transform(ensemble, train, images)
     not_finite = "" if loaded else _checks.not_finite(images)
     if not_finite:
-        tell(f"train images hold {not_finite}. Most networks return NaN for them: clean them, or leave out.")
+        warn(f"train images hold {not_finite}. Most networks return NaN for them: clean them, or leave out.")
 
     logits, per_example = probe(ensemble, inputs_of(transform, images[:2]), "train")  # (M, 2, C, ...)
     if not_finite and recipe.adversarial:
@@ -220,7 +220,7 @@ def _transform(ensemble: Ensemble, train: Data, images: Tensor) -> Transform | N
         own: Transform | None = ensemble.transform
         return own
     if not isinstance(train, Dataset) and looks_channels_last(images):
-        tell(
+        warn(
             f"images of shape {tuple(images.shape)} look like channels last, and are taken for (N,C,H,W). "
             "If the channels are the last axis, pass images.permute(0, 3, 1, 2)."
         )
@@ -287,7 +287,7 @@ def probe(ensemble: Ensemble, inputs: Tensor, name: str = "train") -> tuple[Tens
         ) from error
     _checks.no_numbers(logits)
     if hint := _checks.normalised(logits):
-        tell(hint)
+        warn(hint)
     return logits, any(seen)
 
 

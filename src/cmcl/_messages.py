@@ -1,4 +1,4 @@
-"""What a person is told of what went wrong, and of what things are called."""
+"""Warnings, and parts of messages. This module loads without torch, so that `cmcl --help` starts fast."""
 
 import re
 import sys
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 Part = TypeVar("Part")
 
 
-def tell(text: str) -> None:
-    """A warning at the user's own line, each time: Python would tell an equal one only once in a process."""
+def warn(text: str) -> None:
+    """Warn at the user's own line, every time: Python would show an equal warning only once in a process."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("cmcl", "torch"):
         frame = frame.f_back
@@ -19,19 +19,19 @@ def tell(text: str) -> None:
 
 
 def private_torch(path: str, instead: Any) -> Any:
-    """A private attribute of torch by its full path; where this torch has none, `instead` and one warning."""
+    """A private attribute of torch by its full path; `instead`, and a warning, if this torch has none."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError):
         import torch
 
-        tell(f"torch {torch.__version__} has no {path}; cmcl works without it, with fewer checks or slower.")
+        warn(f"torch {torch.__version__} has no {path}; cmcl works without it, with fewer checks or slower.")
         return instead
 
 
-def watched(parts: Sequence[Part], title: str) -> Iterable[Part]:
-    """The parts one by one, with a bar for whoever watches a terminal; without a title there is none."""
+def progress_bar(parts: Sequence[Part], title: str) -> Iterable[Part]:
+    """The parts one by one, with a progress bar on a terminal; none without a title."""
     from rich.console import Console
     from rich.progress import track
 
@@ -40,10 +40,10 @@ def watched(parts: Sequence[Part], title: str) -> Iterable[Part]:
 
 
 def first_line(error: BaseException) -> str:
-    """What to tell of an error within a sentence: its first line, or its name."""
+    """The first line of an error's message, to be used in a sentence; its class if there is none."""
     return str(error).strip().partition("\n")[0].strip().rstrip(".") or type(error).__name__
 
 
 def without_addresses(text: str) -> str:
-    """What Python prints of an object, but for its place in memory, which is another in every process."""
+    """What Python prints of an object, without its address in memory."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
