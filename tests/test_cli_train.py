@@ -106,7 +106,7 @@ def test_time_over_and_resume(train):
     words = ["--steps", "200", "--json"]
     code, out, err = train(*words, "--budget", "0.01s")
     assert (code, out) == (3, "")
-    assert "stopped by max_seconds at step" in err
+    assert "time over at step" in err
     assert err.endswith("resume with the same command and --resume.\n")
     code, out, _ = train(*words, "--resume")
     assert code == 0

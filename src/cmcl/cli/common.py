@@ -145,21 +145,20 @@ def run_options(device: str, precision: str, **more: Any) -> "Options":
 @contextmanager
 def stoppable(hint: str = SAME_COMMAND) -> Iterator[None]:
     """Exit with a message and a code if a run was stopped or diverged; `hint` says how to resume."""
-    try:
-        from ..training import Diverged, Interrupted
-        from ..training.checkpoint import FolderInUseError
+    from ..training import Diverged, Interrupted
+    from ..training.checkpoint import FolderInUseError
 
-        try:
-            yield
-        except Interrupted as stop:
-            saved = f"It is saved in {stop.folder}: {hint}."
-            note(f"stopped by {stop.reason} at step {stop.step} of {stop.steps}. {saved}")
-            raise typer.Exit(TIME_OVER) from None
-        except Diverged as error:
-            note(str(error))
-            raise typer.Exit(FAILED) from None
-        except FolderInUseError as error:
-            raise ValueError(str(error)) from None
+    try:
+        yield
+    except Interrupted as stop:
+        why = "time over" if stop.reason == "max_seconds" else f"stopped by {stop.reason}"
+        note(f"{why} at step {stop.step} of {stop.steps}. It is saved in {stop.folder}: {hint}.")
+        raise typer.Exit(TIME_OVER) from None
+    except Diverged as error:
+        note(str(error))
+        raise typer.Exit(FAILED) from None
+    except FolderInUseError as error:
+        raise ValueError(str(error)) from None
     except KeyboardInterrupt:  # while data load, or while a trained ensemble is evaluated
         note(f"stopped. The last checkpoint is kept: {hint}.")
         raise typer.Exit(STOPPED) from None
@@ -173,12 +172,10 @@ def note(text: str) -> None:
 def say(text: str, *, err: bool = False) -> None:
     """Print text, wrapped to the width of a terminal."""
     if (sys.stderr if err else sys.stdout).isatty():
-        width = shutil.get_terminal_size().columns
-        lines = (
-            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-            for line in text.split("\n")
+        wrap = textwrap.TextWrapper(
+            shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
         )
-        text = "\n".join(lines)
+        text = "\n".join(map(wrap.fill, text.split("\n")))
     typer.echo(text, err=err)
 
 
