@@ -253,7 +253,7 @@ def test_a_device_that_cannot_compute():
     [
         ({"network": "resnet21"}, "recipe.network must be a known name. Got 'resnet21'. .* 'resnet20'"),
         ({"preprocess": "foo"}, "recipe.preprocess must be a known name. Got 'foo'. Valid names: mean_std"),
-        ({"data": "shapes"}, "network cnn must fit the data shapes, images of 3 x 64 x 64. .*refuses"),
+        ({"data": "shapes"}, "network cnn must fit the data shapes, images of 3 x 64 x 64. .*raises"),
         (
             {"network": "fcn", "network_options": {"channels": 1, "filters": [2, 4]}},
             "with a class per image. Got a network with a class per pixel",

@@ -35,7 +35,7 @@ def test_halving_by_hand():
         return 10 - recipe.beta
 
     rungs = successive_halving(candidates(9), score)
-    assert [rung.share for rung in rungs] == [1 / 9, 1 / 3, 1]
+    assert [rung.fraction for rung in rungs] == [1 / 9, 1 / 3, 1]
     assert [len(rung.errors) for rung in rungs] == [9, 3, 1]
     assert rungs[0].kept == ["c8", "c7", "c6"]
     assert rungs[-1].kept == ["c8"]
@@ -65,7 +65,7 @@ def test_the_best_wins_if_errors_do_not_depend_on_the_length(n, eta, random):
 
     rungs = successive_halving(candidates(n), score, eta=eta)
     assert rungs[-1].kept == [min(errors, key=errors.get)]
-    assert rungs[-1].share == 1
+    assert rungs[-1].fraction == 1
     assert len(rungs) == next(k for k in range(9) if eta ** (k + 1) > n) + 1
     assert sum(lengths) <= 9 * (math.log(n, eta) + 2) * eta, "a round costs little more than eta full runs"
 
@@ -94,7 +94,7 @@ def test_tuning_digits(tiny, tmp_path, monkeypatch):
     lines = []
     result = tune(**tiny, out=tmp_path, say=lines.append)
     assert len(lines) == 3 + 1
-    assert [rung["share"] for rung in result["rungs"]] == [pytest.approx(1 / 3), 1]
+    assert [rung["fraction"] for rung in result["rungs"]] == [pytest.approx(1 / 3), 1]
     first, last = (rung["rows"] for rung in result["rungs"])
     (kept,) = [row for row in first if row["kept"]]
     assert kept["held_out"] == min(row["held_out"] for row in first)
@@ -230,9 +230,9 @@ def test_the_first_rung(count, eta, share):
     def score(name, recipe):
         return recipe.beta
 
-    assert successive_halving(few, score, eta=eta)[0].share == share
+    assert successive_halving(few, score, eta=eta)[0].fraction == share
     (only,) = successive_halving(few, score, eta=count + 1)
-    assert (only.share, only.kept) == (1, ["c0"]), "all in full"
+    assert (only.fraction, only.kept) == (1, ["c0"]), "all in full"
 
 
 @pytest.mark.parametrize(

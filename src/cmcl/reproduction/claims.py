@@ -7,7 +7,7 @@ M members, K overlap.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from .cells import TARGETS, Evidence, Records
 from .recipes import RECIPES
@@ -97,63 +97,50 @@ class Verdict:
 
 def judge(records: Records) -> list[Verdict]:
     """Every claim in targets.json, in its order."""
-    evidence = Evidence.of(records)
+    found = Evidence.of(records)
     return [
-        Verdict(claim["where"], claim["claim"], tuple(p for c in CHECKS[claim["where"]] for p in c(evidence)))
+        Verdict(
+            claim["where"],
+            claim["claim"],
+            tuple(part for check, *words in CHECKS[claim["where"]] for part in check(found, *words)),
+        )
         for claim in TARGETS["claims"]
     ]
 
 
-class Check(Protocol):
-    """Judges one statement, or several of a kind."""
-
-    def __call__(self, found: Evidence) -> Iterator[Part]:
-        """The parts of a verdict."""
-
-
-@dataclass(frozen=True)
-class Lower:
-    """The error of a cell is significantly lower than its rival's, by at least half of the printed amount."""
-
-    text: str
-    cell: str
-    rival: str
-    key: str = "top1"
-    printed: float = 0.0  # percent
-
-    def __call__(self, found: Evidence) -> Iterator[Part]:
-        """One part."""
-        least = ENOUGH * self.printed
-        text = f"{self.text}, by {least:.1f} % or more (half of the printed)" if least else self.text
-        mine, other = found.standing(self.cell), found.standing(self.rival)
-        if not (mine and other):
-            yield Part(text)
-            return
-        pair = Comparison.of(mine, other, self.key)
-        paper = f"; paper: {self.printed:.2f} % lower" if least else ""
-        yield Part(text, pair.status(pair.gain >= least and pair.gain > 0), f"{pair}{paper}")
+def _lower(
+    found: Evidence, text: str, cell: str, rival: str, key: str = "top1", printed: float = 0.0
+) -> Iterator[Part]:
+    """The error of a cell is significantly lower than its rival's, by half of the printed or more."""
+    least = ENOUGH * printed
+    text = f"{text}, by {least:.1f} % or more (half of the printed)" if least else text
+    mine, other = found.standing(cell), found.standing(rival)
+    if not (mine and other):
+        yield Part(text)
+        return
+    pair = Comparison.of(mine, other, key)
+    paper = f"; paper: {printed:.2f} % lower" if least else ""
+    yield Part(text, pair.status(pair.gain >= least and pair.gain > 0), f"{pair}{paper}")
 
 
-@dataclass(frozen=True)
-class Changes:
-    """The error changes by less than 1 % from one cell to the other; or falls by 1 % or more, if not flat."""
+def _flat(found: Evidence, text: str, few: str, many: str) -> Iterator[Part]:
+    """The error changes by less than 1 % with more members; to be not significant is no objection."""
+    text = f"{text} (under {FLAT:g} % lower or higher)"
+    if not (found.standing(few) and found.standing(many)):
+        yield Part(text)
+        return
+    pair = Comparison.of(found.standing(many), found.standing(few))
+    yield Part(text, HOLDS if abs(pair.gain) < FLAT else pair.status(holds=False), str(pair))
 
-    text: str
-    before: str
-    after: str
-    flat: bool = True
 
-    def __call__(self, found: Evidence) -> Iterator[Part]:
-        """One part."""
-        bound = f"under {FLAT:g} % lower or higher" if self.flat else f"at least {FLAT:g} % lower"
-        text = f"{self.text} ({bound})"
-        after, before = found.standing(self.after), found.standing(self.before)
-        if not (after and before):
-            yield Part(text)
-            return
-        pair = Comparison.of(after, before)
-        holds = abs(pair.gain) < FLAT if self.flat else pair.gain >= FLAT
-        yield Part(text, HOLDS if self.flat and holds else pair.status(holds), str(pair))
+def _falls(found: Evidence, text: str, few: str, many: str) -> Iterator[Part]:
+    """The error falls by 1 % or more with more members."""
+    text = f"{text} (at least {FLAT:g} % lower)"
+    if not (found.standing(few) and found.standing(many)):
+        yield Part(text)
+        return
+    pair = Comparison.of(found.standing(many), found.standing(few))
+    yield Part(text, pair.status(pair.gain >= FLAT), str(pair))
 
 
 def _repaired(found: Evidence) -> Iterator[Part]:
@@ -213,49 +200,41 @@ def _times(records: Sequence[Record]) -> dict[tuple[Any, ...], dict[str, list[fl
     return times
 
 
-@dataclass(frozen=True)
-class Specialises:
-    """Members of a method differ in accuracy by class, or do not."""
-
-    panel: str
-    method: str
-    specialists: bool = True
-
-    def __call__(self, found: Evidence) -> Iterator[Part]:
-        """One part."""
-        bound = f"over {SPECIAL:g}" if self.specialists else f"under {ALIKE:g}"
-        text = f"{self.method}: {bound} points between best and worst member, mean over the classes"
-        gaps = [specialisation(record) for record in found.in_figure(self.panel)]
-        if not gaps:
-            yield Part(text)
-            return
-        mean = fmean(gaps)
-        holds = mean > SPECIAL if self.specialists else mean < ALIKE
-        yield Part(text, HOLDS if holds else FAILS, f"{mean:.1f} points")
+def _specialists(found: Evidence, panel: str, method: str, alike: bool = False) -> Iterator[Part]:
+    """Members differ in accuracy by class; or hardly, if alike."""
+    bound = f"under {ALIKE:g}" if alike else f"over {SPECIAL:g}"
+    text = f"{method}: {bound} points between best and worst member, mean over the classes"
+    if not (records := found.in_figure(panel)):
+        yield Part(text)
+        return
+    mean = fmean(map(specialisation, records))
+    holds = mean < ALIKE if alike else mean > SPECIAL
+    yield Part(text, HOLDS if holds else FAILS, f"{mean:.1f} points")
 
 
-@dataclass(frozen=True)
-class Entropies:
-    """Every median entropy is low, or high: the paper speaks of each member, and a mean hides outliers."""
+def _confident(found: Evidence, panel: str, title: str, group: str) -> Iterator[Part]:
+    """Every median entropy is low."""
+    return _entropies(found, panel, f"{title}: median entropy below a third of the largest", group, 0, LOW)
 
-    panel: str
-    title: str
-    group: str
-    low: bool
 
-    def __call__(self, found: Evidence) -> Iterator[Part]:
-        """One part."""
-        bound = "below a third" if self.low else "above two thirds"
-        text = f"{self.title}: median entropy {bound} of the largest"
-        medians = [m for r in found.in_figure(self.panel) for m in median_entropies(r, self.group)]
-        if not medians:
-            yield Part(text)
-            return
-        right = [median < LOW if self.low else median > HIGH for median in medians]
-        low, high = (f"{value:.2f}" for value in (min(medians), max(medians)))
-        numbers = f"{low if low == high else f'{low} to {high}'} of the largest"
-        of = "" if len(right) == 1 else f"{sum(right)} of {len(right)}: "
-        yield Part(text, HOLDS if all(right) else FAILS, of + numbers)
+def _uncertain(found: Evidence, panel: str, title: str, group: str) -> Iterator[Part]:
+    """Every median entropy is high."""
+    return _entropies(
+        found, panel, f"{title}: median entropy above two thirds of the largest", group, HIGH, 1
+    )
+
+
+def _entropies(found: Evidence, panel: str, text: str, group: str, low: float, high: float) -> Iterator[Part]:
+    """Every median is in range: the paper speaks of each member, and a mean hides outliers."""
+    medians = [m for record in found.in_figure(panel) for m in median_entropies(record, group)]
+    if not medians:
+        yield Part(text)
+        return
+    right = [low < median < high for median in medians]
+    least, most = (f"{value:.2f}" for value in (min(medians), max(medians)))
+    numbers = f"{least if least == most else f'{least} to {most}'} of the largest"
+    of = "" if len(right) == 1 else f"{sum(right)} of {len(right)}: "
+    yield Part(text, HOLDS if all(right) else FAILS, of + numbers)
 
 
 def specialisation(record: Record) -> float:
@@ -290,68 +269,70 @@ def median_entropy(histogram: Sequence[float]) -> float | None:
     return None
 
 
-def _reductions(where: str) -> list[float]:
-    """The relative reductions, in percent, that a claim prints."""
-    return next(list(claim["reductions"]) for claim in TARGETS["claims"] if claim["where"] == where)
-
-
-def _abstract() -> Iterator[Check]:
-    for data, printed in zip(("cifar10", "svhn"), _reductions("abstract"), strict=True):
-        stem, title = f"table3/{data}-resnet20", {"cifar10": "CIFAR-10", "svhn": "SVHN"}[data]
-        yield Lower(f"{title}: CMCL below IE", f"{stem}-cmcl", f"{stem}-ie", printed=printed)
+Check = tuple[Any, ...]  # a function above and its arguments after the evidence
+PRINTED = {claim["where"]: claim.get("reductions", []) for claim in TARGETS["claims"]}  # percent
 
 
 def _segmentation() -> Iterator[Check]:
     """By the most confident member, as the paper scores it, and by the averaged prediction."""
-    stem, (printed,) = "fig4bc/icoseg-fcn-m", _reductions("figure 4b")
     for key, scored in (("picked", "most confident member"), ("top1", "averaged prediction")):
         for m in range(2, 6):  # one member alone is the same for every method
             for other in ("ie", "mcl"):
-                text = f"M={m}: CMCL below {other.upper()}, {scored}"
-                amount = printed if (m, other) == (5, "ie") else 0.0
-                yield Lower(text, f"{stem}{m}-cmcl", f"{stem}{m}-{other}", key, amount)
+                cells = (f"fig4bc/icoseg-fcn-m{m}-{method}" for method in ("cmcl", other))
+                printed = PRINTED["figure 4b"][0] if (m, other) == (5, "ie") else 0.0
+                yield _lower, f"M={m}: CMCL below {other.upper()}, {scored}", *cells, key, printed
 
 
-CMCL, CNN, RESNET = "table1/cifar10-cnn-cmcl", "table2/cifar10-cnn-m", "fig4a/cifar10-resnet20-m"
+LARGE, CMCL = "table3/{}-resnet20-{}".format, "table1/cifar10-cnn-cmcl"
+CNN, RESNET = "table2/cifar10-cnn-m{}".format, "fig4a/cifar10-resnet20-m{}".format
 CHECKS: Mapping[str, Sequence[Check]] = {
-    "abstract": list(_abstract()),
+    "abstract": [
+        (_lower, f"{title}: CMCL below IE", LARGE(data, "cmcl"), LARGE(data, "ie"), "top1", printed)
+        for data, title, printed in zip(
+            ("cifar10", "svhn"), ("CIFAR-10", "SVHN"), PRINTED["abstract"], strict=True
+        )
+    ],
     "table 1": [
-        _repaired,
-        Lower("sharing lowers top-1", f"{CMCL}-sharing", CMCL),
-        Lower("stochastic labels lower top-1", f"{CMCL}-sharing-sampled", f"{CMCL}-sharing"),
-        Lower("stochastic labels lower oracle", f"{CMCL}-sharing-sampled", f"{CMCL}-sharing", "oracle"),
+        (_repaired,),
+        (_lower, "sharing lowers top-1", f"{CMCL}-sharing", CMCL),
+        (_lower, "stochastic labels lower top-1", f"{CMCL}-sharing-sampled", f"{CMCL}-sharing"),
+        (_lower, "stochastic labels lower oracle", f"{CMCL}-sharing-sampled", f"{CMCL}-sharing", "oracle"),
     ],
     "table 2": [
-        Lower("M=10, K=4: CMCL below IE", f"{CNN}10-cmcl-k4", f"{CNN}10-ie", "top1", *_reductions("table 2")),
-        Changes("IE neither gains nor loses from 5 to 10 members", f"{CNN}5-ie", f"{CNN}10-ie"),
+        (_lower, "M=10, K=4: CMCL below IE", CNN("10-cmcl-k4"), CNN("10-ie"), "top1", *PRINTED["table 2"]),
+        (_flat, "IE neither gains nor loses from 5 to 10 members", CNN("5-ie"), CNN("10-ie")),
     ],
-    "introduction": [_cost],
+    "introduction": [(_cost,)],
     "figure 1": [
-        Specialises("fig1a", "MCL"),
-        Specialises("fig1b", "CMCL"),
-        Specialises("fig1c", "IE", specialists=False),
+        (_specialists, "fig1a", "MCL"),
+        (_specialists, "fig1b", "CMCL"),
+        (_specialists, "fig1c", "IE", True),
     ],
     "figure 2": [
-        Entropies("fig2b", "each CMCL member on its own classes", "specialised", low=True),
-        Entropies("fig2b", "each CMCL member on the other classes", "other", low=False),
-        Entropies("fig2b", "each CMCL member on SVHN", "ood", low=False),
-        Entropies("fig2a", "each MCL member on its own classes", "specialised", low=True),
-        Entropies("fig2a", "each MCL member on the other classes", "other", low=True),
-        Entropies("fig2a", "each MCL member on SVHN", "ood", low=True),
-        Entropies("fig2c", "IE with adversarial training on SVHN, averaged", "averaged_ood", low=True),
+        (_confident, "fig2b", "each CMCL member on its own classes", "specialised"),
+        (_uncertain, "fig2b", "each CMCL member on the other classes", "other"),
+        (_uncertain, "fig2b", "each CMCL member on SVHN", "ood"),
+        (_confident, "fig2a", "each MCL member on its own classes", "specialised"),
+        (_confident, "fig2a", "each MCL member on the other classes", "other"),
+        (_confident, "fig2a", "each MCL member on SVHN", "ood"),
+        (_confident, "fig2c", "IE with adversarial training on SVHN, averaged", "averaged_ood"),
     ],
     "figure 4a": [
-        Lower(
+        (
+            _lower,
             "M=10: CMCL below IE with sharing",
-            f"{RESNET}10-cmcl",
-            f"{RESNET}10-ie-sharing",
+            RESNET("10-cmcl"),
+            RESNET("10-ie-sharing"),
             "top1",
-            *_reductions("figure 4a"),
+            *PRINTED["figure 4a"],
         ),
-        Changes(
-            "IE with sharing is flat from 5 to 10 members", f"{RESNET}5-ie-sharing", f"{RESNET}10-ie-sharing"
+        (
+            _flat,
+            "IE with sharing is flat from 5 to 10 members",
+            RESNET("5-ie-sharing"),
+            RESNET("10-ie-sharing"),
         ),
-        Changes("CMCL is not", f"{RESNET}5-cmcl", f"{RESNET}10-cmcl", flat=False),
+        (_falls, "CMCL is not", RESNET("5-cmcl"), RESNET("10-cmcl")),
     ],
     "figure 4b": list(_segmentation()),
 }

@@ -67,9 +67,9 @@ def record(
     _check_ensemble(ensemble)
     folder, recipe, seed = Path(folder), _as_loaded(fitting(recipe, ensemble), result), result.seed
     rows = [_plain(row, seed) for row in result.rows]
-    data, unseen = _test_data(ensemble, test, ignore_index), _ood_data(ood)
+    data, other = _test_data(ensemble, test, ignore_index), _ood_data(ood)
     gallery = Gallery(data, data.images) if isinstance(data, Dataset) else None
-    ood_images = None if unseen is None else unseen.images
+    ood_images = None if other is None else other.images
     found = evaluate_run(ensemble, data.images, data.targets, ood=ood_images, seed=seed, gallery=gallery)
     ensemble.save(folder / "ensemble")
     made = Record(
@@ -85,7 +85,7 @@ def record(
         task=result.task,
         trained_on=result.data,
         weights=saved_checksum(folder / "ensemble"),
-        ood=None if unseen is None else unseen.source,
+        ood=None if other is None else other.source,
         steps=result.steps,
         seconds=round(result.seconds, 3),
         **environment.current(options or Options()),

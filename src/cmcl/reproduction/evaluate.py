@@ -62,8 +62,8 @@ def evaluate_run(
     sampled = errors = _errors(scores)
     if ensemble.share_after is not None:
         label = title and f"{title}, sampled masks"
-        drawn = predictions(ensemble, images, mode="sampled", seed=seed, batch_size=batch_size, title=label)
-        sampled = _errors(accumulated(drawn, targets))
+        batches = predictions(ensemble, images, mode="sampled", seed=seed, batch_size=batch_size, title=label)
+        sampled = _errors(accumulated(batches, targets))
     if ood is not None:
         for probs in predictions(ensemble, ood, batch_size=batch_size, title=title and f"{title}, OOD"):
             scores.update_ood(probs)

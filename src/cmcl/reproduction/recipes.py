@@ -208,9 +208,9 @@ def grid(
 ) -> dict[str, Recipe]:
     """A recipe with every beta and K, by name. Part of the training set is held out to choose by.
 
-    `recipe` is what `name` stands for, if it is none of the known ones. With validation=0 there is only the
+    `recipe` is the recipe of that name, if it is not a known one. With validation=0 there is only the
     test set to choose on, as presumably in the paper, and the names say so. Where no overlaps are given, they
-    are those of the paper, as far as there are so many members.
+    are those of the paper, up to the number of members.
     """
     base = replace(recipe or find(name), validation=validation)
     suffix = "" if validation else "-chosen-on-test"

@@ -78,8 +78,8 @@ def run(
         root: folder of the datasets.
         cache: folder for preprocessed data.
         options: how the runs are carried out.
-        steps: shorten the runs to so many steps, to try them out. Such a record fills no cell.
-        test_limit: evaluate on so many test examples only. Such a record fills no cell.
+        steps: shorten the runs to this number of steps, to try them out. Such a record fills no cell.
+        test_limit: evaluate on this number of test examples only. Such a record fills no cell.
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be different numbers, at least one. Got {list(seeds)}.")
@@ -278,7 +278,7 @@ def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:
         images = images.float() if images.dtype == torch.uint8 else images
         (logits,) = ensemble.stream(images, len(images))  # (M, N, C, ...)
     except (RuntimeError, IndexError) as error:
-        raise ValueError(f"{must}. Got a network that refuses them ({first_line(error)}). {hint}") from None
+        raise ValueError(f"{must}. Got a network that raises ({first_line(error)}). {hint}") from None
     if logits.shape[3:] != targets.shape[1:]:
         wanted, got = ("pixel" if len(s) else "image" for s in (targets.shape[1:], logits.shape[3:]))
         raise ValueError(f"{must} with a class per {wanted}. Got a network with a class per {got}. {hint}")

@@ -1,7 +1,7 @@
 """Choosing beta and K on held-out data: successive halving over a grid of recipes.
 
-Every candidate trains for a part of the full length; the better ones go on to a longer run, the best to the
-full one. The learning rate's schedule stretches with the length, so a longer run starts afresh.
+Every candidate trains for a fraction of the full length; the better ones train longer, the best in full.
+The learning-rate schedule scales with the length, so a longer run starts from scratch.
 """
 
 import json
@@ -24,11 +24,11 @@ Score = Callable[[str, Recipe], float]  # trains a candidate and returns its hel
 
 @dataclass(frozen=True)
 class Rung:
-    """One round: the same length for all who are left."""
+    """One round: the same length for all remaining candidates."""
 
-    share: float  # of the full length
+    fraction: float  # of the full length
     errors: dict[str, float]  # held-out error of each candidate, in percent
-    kept: list[str]  # who goes on, the best first
+    kept: list[str]  # remaining, the best first
 
 
 def successive_halving(candidates: Mapping[str, Recipe], score: Score, *, eta: int = 3) -> list[Rung]:
@@ -39,8 +39,8 @@ def successive_halving(candidates: Mapping[str, Recipe], score: Score, *, eta: i
     Args:
         candidates: recipes of full length, by name.
         score: called with name and (shortened) recipe: trains, and returns the error on held-out data. For a
-            network of your own, this is where you build and fit it.
-        eta: how many are dropped for one that goes on, and how much longer that one trains.
+            network of your own, build and fit it here.
+        eta: one of eta candidates remains, and trains eta times longer.
     """
     if not candidates:
         raise ValueError("candidates must hold at least one recipe. Got none.")
@@ -48,28 +48,28 @@ def successive_halving(candidates: Mapping[str, Recipe], score: Score, *, eta: i
         raise ValueError(f"eta must be 2 or more. Got {eta}.")
     rungs: list[Rung] = []
     left = list(candidates)
-    last = math.floor(math.log(len(left), eta) + 1e-9)  # so that someone trains at full length
+    last = math.floor(math.log(len(left), eta) + 1e-9)  # so that one candidate trains at full length
     for i in range(last + 1):
-        share = eta ** (i - last)
-        errors = {name: score(name, shortened(candidates[name], share)) for name in left}
+        fraction = eta ** (i - last)
+        errors = {name: score(name, shortened(candidates[name], fraction)) for name in left}
         keep = math.ceil(len(left) / eta) if i < last else 1
         left = sorted(errors, key=errors.__getitem__)[:keep]  # stable
-        rungs.append(Rung(share, errors, left))
+        rungs.append(Rung(fraction, errors, left))
     return rungs
 
 
-def shortened(recipe: Recipe, share: float) -> Recipe:
-    """The same recipe over a share of its length: warm start and steps of the schedule shrink with it."""
-    if share == 1:
+def shortened(recipe: Recipe, fraction: float) -> Recipe:
+    """The recipe over a fraction of its length; warm start and schedule scale with it."""
+    if fraction == 1:
         return recipe
     return replace(
         recipe,
-        epochs=recipe.epochs and recipe.epochs * share,
-        steps=recipe.steps and max(1, round(recipe.steps * share)),
-        warm_start=round(recipe.warm_start * share),
-        decay_steps=recipe.decay_steps and max(1, round(recipe.decay_steps * share)),
+        epochs=recipe.epochs and recipe.epochs * fraction,
+        steps=recipe.steps and max(1, round(recipe.steps * fraction)),
+        warm_start=round(recipe.warm_start * fraction),
+        decay_steps=recipe.decay_steps and max(1, round(recipe.decay_steps * fraction)),
         milestones=tuple(
-            (max(1, round(when * share)) if when >= 1 else when, by) for when, by in recipe.milestones
+            (max(1, round(when * fraction)) if when >= 1 else when, by) for when, by in recipe.milestones
         ),
     )
 
@@ -90,22 +90,21 @@ def tune(
 ) -> dict[str, Any]:
     """The beta and K of a recipe with the lowest held-out top-1 error, found by successive halving.
 
-    Candidates are compared on the part of the training set that is held out, and on nothing else: the test
-    set is looked at once, for the choice. Called again, it goes on where it was stopped. What it returns is
-    also in `out`/tuning-NAME.json.
+    Candidates are compared on the held-out part of the training set only; the test set is evaluated once, for
+    the choice. Called again, an interrupted search resumes. The result is also in `out`/tuning-NAME.json.
 
     Args:
         name: of a CMCL recipe.
         out: folder of run folders, and of the result.
-        recipe: what `name` is to stand for, if it is none of the known ones.
+        recipe: the recipe of that name, if it is not a known one.
         betas: to try; those of the paper if not given.
-        overlaps: K to try; those of the paper if not given, as far as there are so many members.
-        validation: the share of the training set to hold out.
+        overlaps: K to try; those of the paper if not given, up to the number of members.
+        validation: fraction of the training set to hold out.
         eta: see `successive_halving`.
         seeds: a candidate's error is the mean over them.
-        root: folder of the data sets.
+        root: folder of the datasets.
         options: how runs are carried out.
-        say: is told how each candidate did.
+        say: called with a line of text for each candidate.
     """
     base, out = find(name) if recipe is None else recipe, Path(out)
     if base.method != "cmcl":
@@ -124,7 +123,7 @@ def tune(
 
     rungs = successive_halving(candidates, score, eta=eta)
     chosen = rungs[-1].kept[0]
-    records = run(candidates[chosen], seeds, name=chosen, **shared)  # trained already: only measured
+    records = run(candidates[chosen], seeds, name=chosen, **shared)  # trained already
     result = {
         "recipe": name,
         "chosen": chosen,
@@ -145,7 +144,7 @@ def tune(
 
 
 def _held_out(name: str, recipe: Recipe, seeds: Sequence[int], shared: Mapping[str, Any]) -> float:
-    """The mean held-out top-1 error over the seeds, from records where they are there already."""
+    """The mean held-out top-1 error over the seeds, from records where there are some."""
     records = []
     for seed in seeds:
         record = read(run_folder(shared["out"], name, recipe, seed) / "record.json")
@@ -170,6 +169,6 @@ def _table(rung: Rung, candidates: Mapping[str, Recipe]) -> dict[str, Any]:
         for name, error in rung.errors.items()
     ]
     return {
-        "share": rung.share,
-        "length": _length(shortened(next(iter(candidates.values())), rung.share)),
+        "fraction": rung.fraction,
+        "length": _length(shortened(next(iter(candidates.values())), rung.fraction)),
     } | {"rows": rows}
