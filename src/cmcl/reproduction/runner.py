@@ -16,15 +16,7 @@ from torch import Tensor
 
 from .. import data
 from .._files import replacing
-from .._messages import first_line
-from ..data.dataset import (
-    Dataset,
-    default_ignore_index,
-    identities,
-    not_ignored,
-    split_validation,
-    stratified_subset,
-)
+from ..data.dataset import Dataset, identities, split_validation, stratified_subset
 from ..data.registry import nearest
 from ..data.transforms import PRESETS, Transform, fit_cached, transform_cached
 from ..ensemble import Ensemble
@@ -34,6 +26,7 @@ from ..training import Options, Result, fit
 from ..training.batches import hold_out
 from ..training.checkpoint import last_step, locked
 from ..training.config import Recipe
+from ..training.preflight import preflight
 from . import environment
 from .evaluate import Gallery, evaluate_errors, evaluate_run
 from .recipes import OOD, find
@@ -122,7 +115,10 @@ def _train(
 ) -> tuple[Ensemble, dict[str, Any]]:
     """The trained ensemble, and the fields of its record about training."""
     now, ensemble = environment.current(options), build(recipe, seed, sets.transform)
-    check_fits(ensemble, sets.train, recipe)
+    # raises before anything is written
+    preflight(
+        ensemble, sets.train, None, recipe=recipe, seed=seed, task=None, ignore_index="auto", options=options
+    )
     with locked(folder):  # the run of another process stays untouched
         _write_json(folder / "recipe.json", recipe.to_json())
         step = last_step(folder) or 0
@@ -266,26 +262,6 @@ def _check_options(network: str, options: Mapping[str, Any], build: Callable[...
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise ValueError(f"network_options.{name} must be {reason}. Got {value!r}.") from None
-
-
-def check_fits(ensemble: Ensemble, train: Dataset, recipe: Recipe) -> None:
-    """Raise unless the network takes two images of the dataset and predicts its classes."""
-    images, targets = train.images[:2], train.targets
-    shape = " x ".join(map(str, images.shape[1:]))
-    must = f"network {recipe.network} must fit the data {recipe.data}, images of {shape}"
-    hint = "Choose another network, or set network_options (channels, size, classes)."
-    try:
-        images = images.float() if images.dtype == torch.uint8 else images
-        (logits,) = ensemble.stream(images, len(images))  # (M, N, C, ...)
-    except (RuntimeError, IndexError) as error:
-        raise ValueError(f"{must}. Got a network that raises ({first_line(error)}). {hint}") from None
-    if logits.shape[3:] != targets.shape[1:]:
-        wanted, got = ("pixel" if len(s) else "image" for s in (targets.shape[1:], logits.shape[3:]))
-        raise ValueError(f"{must} with a class per {wanted}. Got a network with a class per {got}. {hint}")
-    counts = not_ignored(targets, default_ignore_index(targets, logits.shape[2]))
-    classes = int(targets[counts].max()) + 1
-    if logits.shape[2] < classes:
-        raise ValueError(f"{must} of {classes} classes. Got a network for {logits.shape[2]}. {hint}")
 
 
 def named(field: str, name: str, known: Mapping[str, Any]) -> Any:
