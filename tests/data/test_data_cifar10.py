@@ -167,14 +167,17 @@ def test_damaged_archives(tmp_path, cifar):
 
 
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
-def test_an_archive_with_an_absurd_size(tmp_path, kind):
+@pytest.mark.parametrize("version", ["python", "binary"])
+def test_an_archive_with_an_absurd_size(tmp_path, version, kind):
     """The sizes in a tar archive's headers must not decide how much memory is allocated."""
-    member = tarfile.TarInfo("cifar-10-batches-py/data_batch_1")
-    member.type, member.size = kind, 1 << 45
-    content = member.tobuf() + bytes(10_000)
-    (tmp_path / "cifar-10-python.tar.gz").write_bytes(gzip.compress(content))
-    with pytest.raises(ValueError, match=r"must be a whole .tar.gz|must hold the dict|must hold at most"):
-        load("cifar10", root=tmp_path)
+    names = {"python": "cifar-10-batches-py/data_batch_1", "binary": "cifar-10-batches-bin/data_batch_1.bin"}
+    for size in (1 << 33, 1 << 62, 1 << 70):
+        member = tarfile.TarInfo(names[version])
+        member.type, member.size = kind, size
+        content = member.tobuf(format=tarfile.GNU_FORMAT) + bytes(10_000)
+        (tmp_path / f"cifar-10-{version}.tar.gz").write_bytes(gzip.compress(content))
+        with pytest.raises(ValueError, match=r"must be a whole .tar.gz|must hold"):
+            load("cifar10", root=tmp_path)
 
 
 def test_a_file_without_end(tmp_path, cifar):
