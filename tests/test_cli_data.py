@@ -52,7 +52,8 @@ def test_the_documents_train_on_a_folder(cmcl, tmp_path, monkeypatch, page_and_m
         evaluate = re.search(r"^    cmcl (evaluate runs/\S+) --root my-pictures$", text, re.MULTILINE)[1]
         (run,) = tmp_path.glob(evaluate.split()[1])
         code, out, _ = cmcl("evaluate", run, "--root", "my-pictures")
-        assert (code, out.splitlines()[0]) == (0, "folder: 40 test images")
+        assert code == 0
+        assert out.startswith("folder: 40 test images")
 
 
 def test_check_prints_what_a_person_wants_to_know(cmcl):

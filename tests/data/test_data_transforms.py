@@ -201,6 +201,8 @@ def test_saving_and_loading(tmp_path, transform):
         assert loaded.checksum == fitted.checksum == config["checksum"]
         assert loaded.nbytes == fitted.nbytes == sum(tensor.nbytes for tensor in tensors.values())
         assert torch.equal(loaded.transform(x), fitted.transform(x))
+        for step, same in zip(getattr(loaded, "steps", []), getattr(fitted, "steps", []), strict=True):
+            assert step.source == same.source
     assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
 
 

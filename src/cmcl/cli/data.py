@@ -15,7 +15,7 @@ DOWNLOADS = [name for name, info in DATASETS.items() if info.published and info.
 def data_list(as_json: AsJson = False) -> None:
     """List the datasets."""
     if as_json:
-        print_json([{"name": name, "what": info.description} for name, info in DATASETS.items()])
+        print_json([{"name": name, "description": info.description} for name, info in DATASETS.items()])
         return
     for name, info in DATASETS.items():
         typer.echo(f"{name:<9} {info.description}")

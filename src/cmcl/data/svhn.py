@@ -29,7 +29,7 @@ DEFLATE = 1032  # zlib makes a byte of at most so many
 
 def load(split: str = "train", root: str | Path | None = None) -> Dataset:
     """Load one split; the digit 0, stored as 10 in the file, becomes class 0."""
-    path = data_root(root) / "svhn" / f"{split}_32x32.mat"
+    path = data_root(root) / SVHN.name / f"{split}_32x32.mat"
     arrays = _read_mat(path)
     return Dataset(_images(arrays["X"], path), _targets(arrays["y"], path), SVHN.classes, split, str(path))
 
