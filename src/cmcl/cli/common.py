@@ -26,7 +26,7 @@ SAME_COMMAND = "the same command resumes it"
 Pairs = list[str] | None
 Function = str | None
 Run = Annotated[Path, Argument(metavar="RUN", help="A run folder or a saved ensemble.")]
-Root = Annotated[Path | None, Option(help="Folder of the datasets, else $CMCL_DATA or ~/.cache/cmcl.")]
+Root = Annotated[Path | None, Option(help="Folder of the datasets. Default: $CMCL_DATA, then ~/.cache/cmcl.")]
 RunsFolder = Annotated[Path, Option("--out", "-o", help="Folder that gets the run folders.")]
 Seed = Annotated[int, Option(help="Seed of weights, data order, masks and labels.")]
 Seeds = Annotated[int, Option(min=1, help="Number of seeds: 5 with --seed 0 means 0 to 4.")]
@@ -34,14 +34,30 @@ Device = Annotated[str, Option(help="auto (a GPU if there is one), cpu, cuda or 
 Precision = Annotated[str, Option(help="auto, bf16 or float32.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, Option("--quiet", help="Show no progress.")]
-Data = Annotated[str | None, Option("--data", metavar="DATASET", help="Dataset instead of the run's own.")]
-DataOption = Annotated[Pairs, Option("--option", metavar="NAME=VALUE", help="Of --data, as size=[32,32].")]
+Data = Annotated[
+    str | None, Option("--data", metavar="DATASET", help="Dataset to use instead of the run's own.")
+]
+DataOption = Annotated[
+    Pairs, Option("--option", metavar="NAME=VALUE", help="Option of the dataset, such as size=[32,32].")
+]
 Limit = Annotated[int | None, Option(min=2, help="Use a subset of n test examples.")]
-OwnNetwork = Annotated[Function, Option("--network", metavar="MODULE:FUNCTION", help="Builds your network.")]
-OwnLogits = Annotated[Function, Option("--logits", metavar="MODULE:FUNCTION", help="Picks its logits.")]
+OwnNetwork = Annotated[
+    Function,
+    Option(
+        "--network", metavar="MODULE:FUNCTION", help="Function that builds a member, for your own network."
+    ),
+]
+OwnLogits = Annotated[
+    Function,
+    Option(
+        "--logits", metavar="MODULE:FUNCTION", help="Function that picks the logits, if saved with output=."
+    ),
+]
 Settings = Annotated[Pairs, Option("--set", metavar="FIELD=VALUE", help="Change any field of the recipe.")]
-Budget = Annotated[str | None, Option(metavar="TIME", help="Such as 25m: then save, and exit with code 3.")]
-EvaluateEvery = Annotated[int, Option(metavar="EPOCHS", help="Evaluate during training; 0: at the end.")]
+Budget = Annotated[
+    str | None, Option(metavar="TIME", help="Time, such as 25m: then save the run and exit with code 3.")
+]
+EvaluateEvery = Annotated[int, Option(metavar="EPOCHS", help="Evaluate every n epochs; 0: only at the end.")]
 SaveEvery = Annotated[float, Option(metavar="SECONDS", help="Time between checkpoints.")]
 
 

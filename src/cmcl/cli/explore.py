@@ -42,7 +42,9 @@ def demo(
     out: Annotated[Path, Option("--out", "-o", help="Folder for the runs and the report page.")] = Path(
         "cmcl-demo"
     ),
-    segmentation: Annotated[bool, Option("--segmentation", help="Segment drawn scenes, not digits.")] = False,
+    segmentation: Annotated[
+        bool, Option("--segmentation", help="Segment drawn scenes instead of classifying digits.")
+    ] = False,
     seed: common.Seed = 3,  # of 0 to 4, on which the recipes were chosen, the one with the median gain
     quiet: common.Quiet = False,
     as_json: common.AsJson = False,
@@ -130,7 +132,9 @@ def one_thread() -> Iterator[None]:
 
 
 def show(
-    kind: Annotated[str | None, Argument(metavar="recipes|networks|data", help="One kind only.")] = None,
+    kind: Annotated[
+        str | None, Argument(metavar="recipes|networks|data", help="What to list. Default: everything.")
+    ] = None,
     everything: Annotated[bool, Option("--all", help="Also list the paper's grid over M and K.")] = False,
     as_json: common.AsJson = False,
 ) -> None:
@@ -226,9 +230,11 @@ def layers(
         int | None, Option(min=1, max=2**31, metavar="COUNT", help="Inputs are token ids below COUNT.")
     ] = None,
     option: Annotated[
-        common.Pairs, Option(metavar="NAME=VALUE", help="Of the network, as classes=100.")
+        common.Pairs, Option(metavar="NAME=VALUE", help="Argument of the network, such as classes=100.")
     ] = None,
-    usable: Annotated[bool, Option("--usable", help="Only layers that can be shared after.")] = False,
+    usable: Annotated[
+        bool, Option("--usable", help="Only layers after which features can be shared.")
+    ] = False,
     as_json: common.AsJson = False,
 ) -> None:
     """List the layers after which features can be shared.

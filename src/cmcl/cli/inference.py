@@ -53,9 +53,13 @@ def evaluate(
     data: common.Data = None,
     root: common.Root = None,
     option: common.DataOption = None,
-    ood: Annotated[str | None, Option(metavar="DATASET", help="Out-of-distribution images.")] = None,
+    ood: Annotated[
+        str | None, Option(metavar="DATASET", help="Out-of-distribution dataset, such as svhn.")
+    ] = None,
     ood_root: Annotated[Path | None, Option(help="Folder of --ood, if it is not --root.")] = None,
-    ood_option: Annotated[common.Pairs, Option(metavar="NAME=VALUE", help="As --option.")] = None,
+    ood_option: Annotated[
+        common.Pairs, Option(metavar="NAME=VALUE", help="Option of the OOD dataset, such as size=[32,32].")
+    ] = None,
     limit: common.Limit = None,
     batch_size: Annotated[int, Option(min=1, help="Images in a batch.")] = BATCH,
     network: common.OwnNetwork = None,
@@ -134,7 +138,9 @@ def calibrate(
     option: common.DataOption = None,
     risk: Annotated[float, Option(min=1e-9, help="Error rate to allow among the predictions made.")] = 0.01,
     confidence: Annotated[float, Option(help="Confidence level of the guarantee.")] = 0.95,
-    score: Annotated[str, Option(help="confidence, mean_entropy, ...: abstain by it.")] = "confidence",
+    score: Annotated[
+        str, Option(help="Uncertainty to abstain by: confidence, mean_entropy, ...")
+    ] = "confidence",
     limit: common.Limit = None,
     out: Annotated[Path | None, Option("--out", "-o", help="JSON file that gets the threshold.")] = None,
     network: common.OwnNetwork = None,
@@ -201,9 +207,13 @@ def _tested(examples: int, predicted: int, errors: int, ece: float, scaled_ece: 
 def export(
     run: common.Run,
     out: Annotated[Path, Option("--out", "-o", help="File to write: model.onnx or model.pt2.")],
-    format: Annotated[str | None, Option(help="onnx or torch; else by the suffix of --out.")] = None,
+    format: Annotated[
+        str | None, Option(help="onnx, or torch for torch.export. Default: by the suffix of --out.")
+    ] = None,
     root: common.Root = None,
-    example: Annotated[Path | None, Option(metavar="FILE.npy", help="Inputs to compare on.")] = None,
+    example: Annotated[
+        Path | None, Option(metavar="FILE.npy", help="Inputs to compare on. Default: test images.")
+    ] = None,
     limit: Annotated[int, Option(min=2, help="Number of test examples to compare on.")] = 200,
     network: common.OwnNetwork = None,
     logits: common.OwnLogits = None,
@@ -263,7 +273,9 @@ def predict(
     images: Annotated[list[Path], Argument(metavar="IMAGE", help="Image files, or folders of them.")],
     root: common.Root = None,
     resize: Annotated[bool, Option("--resize", help="Resize images to the ensemble's size.")] = False,
-    threshold: Annotated[Path | None, Option(metavar="FILE", help="Of `cmcl calibrate -o FILE`.")] = None,
+    threshold: Annotated[
+        Path | None, Option(metavar="FILE", help="Abstain by the threshold of `cmcl calibrate -o FILE`.")
+    ] = None,
     network: common.OwnNetwork = None,
     logits: common.OwnLogits = None,
     device: common.Device = "auto",

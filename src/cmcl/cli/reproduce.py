@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..reproduction.campaign import Job, Report
 
 WHAT = "table1, table2, table3, fig1, fig2, fig3, fig4 or all"
-SEARCH = "Try the paper's betas and Ks; choose on held-out data, or on test data as the paper may have."
+SEARCH = "Try the paper's values of beta and K; choose on held-out data or on test data."
 SEARCHES = ("heldout", "test")
 FORMATS = {"html": "report.html", "md": "report.md", "svg": "figures", "png": "figures", "pdf": "figures"}
 SOURCES = ("results", "runs", "cmcl-demo")  # folders that `cmcl report` looks for
@@ -22,7 +22,7 @@ SOURCES = ("results", "runs", "cmcl-demo")  # folders that `cmcl report` looks f
 
 def reproduce(
     what: Annotated[
-        list[str] | None, Argument(metavar="WHAT", help=f"{WHAT}; ids of cells; recipes.")
+        list[str] | None, Argument(metavar="WHAT", help=f"{WHAT}; or ids of cells, or recipes.")
     ] = None,
     root: common.Root = None,
     out: common.RunsFolder = Path("runs"),
@@ -31,7 +31,9 @@ def reproduce(
     seeds: common.Seeds = 1,
     part: Annotated[str, Option(metavar="I/N", help="The I-th of N parts, for N machines.")] = "1/1",
     budget: common.Budget = None,
-    unfinished: Annotated[bool, Option("--unfinished", help="Start runs that exceed the budget.")] = False,
+    unfinished: Annotated[
+        bool, Option("--unfinished", help="Also start runs that exceed the budget.")
+    ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Only list the runs and their expected time.")] = False,
     status: Annotated[bool, Option("--status", help="Only list the paper's results and ours.")] = False,
     search: Annotated[str | None, Option(metavar="heldout|test", help=SEARCH)] = None,
@@ -230,9 +232,10 @@ def _describe_choice(name: str, choice: dict[str, Any] | None) -> str:
 
 def report(
     sources: Annotated[
-        list[Path] | None, Argument(metavar="FOLDER", help="With run folders or records/.")
+        list[Path] | None,
+        Argument(metavar="FOLDER", help="Run folders, folders of them, or a folder with records/."),
     ] = None,
-    out: Annotated[Path | None, Option("--out", "-o", help="File, or folder for figures.")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="File to write, or folder for figures.")] = None,
     format: Annotated[str, Option(help=f"{', '.join(FORMATS)}.")] = "html",
 ) -> None:
     """Write a page, tables or figures from records."""

@@ -268,11 +268,15 @@ def tune(
     recipe: Annotated[str, Argument(metavar="RECIPE", help="A CMCL recipe from `cmcl list`.")],
     root: common.Root = None,
     out: common.RunsFolder = Path("runs"),
-    betas: Annotated[str | None, Option(metavar="B,B,...", help="Betas, else the paper's.")] = None,
-    overlaps: Annotated[str | None, Option(metavar="K,K,...", help="Ks, else the paper's.")] = None,
+    betas: Annotated[
+        str | None, Option(metavar="B,B,...", help="Values of beta. Default: the paper's.")
+    ] = None,
+    overlaps: Annotated[
+        str | None, Option(metavar="K,K,...", help="Values of K. Default: the paper's.")
+    ] = None,
     setting: common.Settings = None,
     validation: Annotated[float, Option(help="Fraction of the training data to hold out.")] = 0.1,
-    eta: Annotated[int, Option(min=2, help="One of eta candidates is kept, for eta times longer.")] = 3,
+    eta: Annotated[int, Option(min=2, help="Keep one of eta candidates, and train it eta times longer.")] = 3,
     seeds: Annotated[int, Option(min=1, help="Seeds over which a candidate's error is averaged.")] = 1,
     plot: Annotated[
         Path | None, Option(metavar="FILE", help="Draw the search to an .svg, .png or .pdf.")
