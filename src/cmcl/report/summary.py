@@ -52,19 +52,16 @@ def paper_summary(records: Records) -> list[str]:
 
 def sentence(where: str, mine: Sequence[Record], other: Sequence[Record]) -> str:
     """The errors of CMCL, against those of a baseline if there is one."""
-    numbers = {key: f"{fmean(errors(r)[key] for r in mine):.2f} %" for key in ("top1", "oracle", "ece")}
-    if not other:
-        return (
-            f"CMCL on {where} has a top-1 error of {numbers['top1']} (n = {len(mine)}), an oracle error of "
-            f"{numbers['oracle']} and an ECE of {numbers['ece']}."
-        )
-    oracle, ece = (
-        f"{fmean(errors(r)[key] for r in mine):.2f} against {fmean(errors(r)[key] for r in other):.2f} %"
-        for key in ("oracle", "ece")
-    )
+
+    def means(key: str) -> str:
+        values = [f"{fmean(errors(r)[key] for r in side):.2f}" for side in (mine, other) if side]
+        return f"{' against '.join(values)} %"
+
+    who = f"CMCL and {METHODS[method_of(other[0])]}" if other else "CMCL"
+    top1 = Comparison.of(mine, other) if other else f"{means('top1')} (n = {len(mine)})"
     return (
-        f"CMCL and {METHODS[method_of(other[0])]} on {where} have a top-1 error of "
-        f"{Comparison.of(mine, other)}, an oracle error of {oracle} and an ECE of {ece}."
+        f"{who} on {where} {'have' if other else 'has'} a top-1 error of {top1}, an oracle error of "
+        f"{means('oracle')} and an ECE of {means('ece')}."
     )
 
 
