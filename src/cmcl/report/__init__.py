@@ -42,4 +42,4 @@ def extra(name: str) -> Any:
         if error.name not in EXTRA:
             raise
         hint = "Install it with: pip install 'confident-mcl[report]'"
-        raise ImportError(f"figures need {error.name}. {hint}.", name=error.name) from error
+        raise ImportError(f"the report needs {error.name}. {hint}.", name=error.name) from error
