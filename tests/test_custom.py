@@ -28,7 +28,7 @@ def trained(tmp_path_factory):
     return folder, ensemble, test, recipe, result
 
 
-def test_what_it_measures_is_what_evaluate_says(trained):
+def test_what_it_evaluates_and_writes(trained):
     folder, ensemble, test, recipe, result = trained
     made = cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
     scores = cmcl.evaluate(ensemble, test)
@@ -36,11 +36,6 @@ def test_what_it_measures_is_what_evaluate_says(trained):
     assert made.errors["expected"]["oracle"] == pytest.approx(scores["oracle"])
     assert made.errors["sampled"] != made.errors["expected"]  # features are shared
     assert (made.name, made.steps, made.recipe_hash) == ("mine", result.steps, recipe.hash)
-
-
-def test_what_it_leaves(trained):
-    folder, ensemble, test, recipe, result = trained
-    made = cmcl.record(folder, ensemble, test, recipe=recipe, result=result)
     assert Record.load(folder / "record.json") == made
     assert (folder / "gallery" / "gallery.json").exists()
     again = cmcl.load(folder / "ensemble", network=network)
@@ -157,37 +152,31 @@ def test_results_of_a_custom_training_loop():
             cmcl.Result(**{"steps": 5, "seconds": 0.5, **wrong})
 
 
-class TestWhatIsMeasuredOn:
-    def test_a_loader_is_its_batches_together(self, trained, tmp_path):
-        _, ensemble, test, recipe, result = trained
-        pair = test.images[:50], test.targets[:50]
-        loader = DataLoader(TensorDataset(*pair), batch_size=16)
-        given = {"recipe": recipe, "result": result}
-        one, other = (cmcl.record(tmp_path / "run", ensemble, data, **given) for data in (pair, loader))
-        assert one == other
+def test_a_loader_is_evaluated_in_order(trained, tmp_path):
+    _, ensemble, test, recipe, result = trained
+    pair = test.images[:50], test.targets[:50]
+    loaders = [DataLoader(TensorDataset(*pair), 16, shuffle=shuffle) for shuffle in (False, True)]
+    one, *others = (
+        cmcl.record(tmp_path / "run", ensemble, data, recipe=recipe, result=result)
+        for data in (pair, *loaders)
+    )
+    assert others == [one, one]
 
-    def test_a_shuffled_loader_is_measured_in_order(self, trained, tmp_path):
-        _, ensemble, test, recipe, result = trained
-        pair = TensorDataset(test.images[:50], test.targets[:50])
-        given = {"recipe": recipe, "result": result}
-        one, other = (
-            cmcl.record(tmp_path / "run", ensemble, DataLoader(pair, 16, shuffle=shuffle), **given)
-            for shuffle in (False, True)
-        )
-        assert one == other
 
-    def test_nothing_and_something_else(self, trained):
-        folder, ensemble, test, recipe, result = trained
-        empty = DataLoader(TensorDataset(test.images[:0], test.targets[:0]))
-        with pytest.raises(ValueError, match="test must hold at least one batch. Got an empty DataLoader"):
-            cmcl.record(folder, ensemble, empty, recipe=recipe, result=result)
-        with pytest.raises(TypeError, match="test must be a Dataset, .* or a DataLoader of such pairs. Got"):
-            cmcl.record(folder, ensemble, test.images, recipe=recipe, result=result)
-        batches = [(test.images[:2], test.targets[:2]), (test.images[2:4], test.targets[2:4])]
-        with pytest.raises(TypeError, match="test must be a Dataset, .* Got list"):
-            cmcl.record(folder, ensemble, batches, recipe=recipe, result=result)
-        with pytest.raises(TypeError, match="ood must be a Dataset or a tensor of inputs. Got DataLoader"):
-            cmcl.record(folder, ensemble, test, recipe=recipe, result=result, ood=empty)
+def test_data_that_cannot_be_evaluated(trained):
+    folder, ensemble, test, recipe, result = trained
+    empty = DataLoader(TensorDataset(test.images[:0], test.targets[:0]))
+    pairs = [(test.images[:2], test.targets[:2]), (test.images[2:4], test.targets[2:4])]
+    for data, kind, message in (
+        (empty, ValueError, "test must hold at least one batch. Got an empty DataLoader"),
+        (test.images, TypeError, "test must be a Dataset, .* or a DataLoader of such pairs. Got"),
+        (pairs, TypeError, "test must be a Dataset, .* Got list"),
+        ((test.images, test.targets[:3]), ValueError, "a target for each of 359 inputs. Got 3."),
+    ):
+        with pytest.raises(kind, match=message):
+            cmcl.record(folder, ensemble, data, recipe=recipe, result=result)
+    with pytest.raises(TypeError, match="ood must be a Dataset or a tensor of inputs. Got DataLoader"):
+        cmcl.record(folder, ensemble, test, recipe=recipe, result=result, ood=empty)
 
 
 def test_a_task_is_called_the_same_in_every_process(tmp_path):
@@ -253,9 +242,3 @@ def test_inputs_of_any_shape(kind, tmp_path):
     assert not (folder / "gallery").exists()
     page = cmcl.report.write([folder], tmp_path / "report.html").read_text(encoding="utf-8")
     assert "mine" in page
-
-
-def test_as_many_targets_as_inputs(trained):
-    folder, ensemble, test, recipe, result = trained
-    with pytest.raises(ValueError, match="a target for each of 359 inputs. Got 3."):
-        cmcl.record(folder, ensemble, (test.images, test.targets[:3]), recipe=recipe, result=result)
