@@ -7,8 +7,9 @@ import pytest
 
 from cmcl.reproduction import find
 from cmcl.reproduction.cells import Evidence
-from cmcl.reproduction.claims import median_entropies
+from cmcl.reproduction.claims import Comparison, median_entropies
 from cmcl.reproduction.record import Record, load_records
+from cmcl.reproduction.significance import significant
 
 RESULTS = Path(__file__).parents[1] / "results"
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -76,3 +77,11 @@ def test_svhn_is_better_than_the_papers_in_every_row(found):
     for method in ("single", "ie", "mcl", "cmcl"):
         for key in ("top1", "oracle"):
             assert beside_the_paper(found, f"table3/svhn-resnet20-{method}", key) < 0
+
+
+def test_vggnet17_on_cifar10(found):
+    """The text names these two errors, and that their difference is not significant."""
+    ie, cmcl = (found.standing(f"table3/cifar10-vggnet17-{method}") for method in ("ie", "cmcl"))
+    pair = Comparison.of(cmcl, ie)
+    assert (round(pair.mine["mean"], 2), round(pair.other["mean"], 2)) == (7.95, 7.75)
+    assert not significant(*pair)
