@@ -58,22 +58,22 @@ _VERSIONS = (
 
 def load(split: str = "train", root: str | Path | None = None) -> Dataset:
     """Load CIFAR-10 from the first of its four forms that is complete under `root`."""
-    version, place = _find(data_root(root))
+    version, source = _find(data_root(root))
     wanted = version.batches[split]
     joined = _Joined(len(wanted))
     classes: tuple[str, ...] = ()
-    with _intact(place):
-        for name, file in _open(place, (*wanted, version.names)):
-            where = str(place / name)
+    with _intact(source):
+        for name, file in _open(source, (*wanted, version.names)):
+            where = str(source / name)
             if name == version.names:
                 classes = _read_classes(file, where)
             else:
                 joined.put(wanted.index(name), _read_batch(file, where), where)
-    return Dataset(joined.images, joined.targets, classes, split, str(place))
+    return Dataset(joined.images, joined.targets, classes, split, str(source))
 
 
 class _Joined:
-    """All batches in one tensor. Each is copied to its place at once, so that only one is in memory twice."""
+    """All batches in one tensor. Each is copied there at once, so that only one is in memory twice."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -109,13 +109,13 @@ def _find(root: Path) -> tuple[_Version, Path]:
     raise FileNotFoundError(f"{root} must hold {python.folder}/ or {python.archive}. Got neither. {HINT}")
 
 
-def _open(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
+def _open(source: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
     """The named files of a folder or an archive, one after the other, in any order."""
-    if not place.is_dir():
-        yield from _open_archive(place, names)
+    if not source.is_dir():
+        yield from _open_archive(source, names)
         return
     for name in names:
-        with open_binary(place / name, hint=HINT) as file:
+        with open_binary(source / name, hint=HINT) as file:
             yield name, file
 
 
@@ -128,11 +128,11 @@ class _BoundedGzip(gzip.GzipFile):
         return super().read(size)
 
 
-def _open_archive(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
+def _open_archive(source: Path, names: tuple[str, ...]) -> Iterator[tuple[str, BinaryIO]]:
     missing = set(names)
     # Read once from front to back; nothing is written to disk.
     with (
-        open_binary(place, hint=HINT) as file,
+        open_binary(source, hint=HINT) as file,
         _BoundedGzip(fileobj=file) as content,
         tarfile.open(fileobj=content, mode="r:") as archive,
     ):
@@ -144,17 +144,19 @@ def _open_archive(place: Path, names: tuple[str, ...]) -> Iterator[tuple[str, Bi
         while content.read(1 << 16):
             pass  # on to the very end, where gzip compares its checksum
     if missing:
-        message = f"{place} must hold {', '.join(names)}. Got none named {', '.join(sorted(missing))}. {HINT}"
+        message = (
+            f"{source} must hold {', '.join(names)}. Got none named {', '.join(sorted(missing))}. {HINT}"
+        )
         raise FileNotFoundError(message)
 
 
 @contextmanager
-def _intact(place: Path) -> Iterator[None]:
+def _intact(source: Path) -> Iterator[None]:
     """Damage to an archive shows in many ways, and anywhere while it is read."""
     try:
         yield
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        message = f"{place} must be a whole .tar.gz. Got a damaged one ({error}). Delete it. {HINT}"
+        message = f"{source} must be a whole .tar.gz. Got a damaged one ({error}). Delete it. {HINT}"
         raise ValueError(message) from None
 
 

@@ -24,7 +24,7 @@ from .registry import SVHN, data_root
 MOST_IMAGES = 600_000  # the largest file of SVHN, that of the extra images, has 531,131
 MATRIX, COMPRESSED = 14, 15  # types of the file's elements
 NUMBERS = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
-DEFLATE = 1032  # zlib makes a byte of at most so many
+DEFLATE = 1032  # the most bytes that zlib makes of one
 
 
 def load(split: str = "train", root: str | Path | None = None) -> Dataset:

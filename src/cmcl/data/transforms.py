@@ -455,14 +455,14 @@ def from_state(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tran
 
 def load(path: str | Path) -> Transform:
     """Read what `Transform.save` wrote."""
-    place = Path(path)
-    open_binary(place, hint="Write it with transform.save(path).").close()
+    path = Path(path)
+    open_binary(path, hint="Write it with transform.save(path).").close()
     try:
-        with safe_open(place, framework="pt") as file:
-            config = parse_json((file.metadata() or {})["cmcl_transform"], place)
+        with safe_open(path, framework="pt") as file:
+            config = parse_json((file.metadata() or {})["cmcl_transform"], path)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, KeyError, ValueError) as error:
-        message = f"{place} must be a saved transform. Got a damaged or other file ({error})."
+        message = f"{path} must be a saved transform. Got a damaged or other file ({error})."
         raise ValueError(f"{message} Save it again.") from None
     return from_state(config, tensors)
 
