@@ -441,6 +441,10 @@ def test_precisions(dtype):
     assert found == pytest.approx(exact, abs=1e-6 if dtype in (torch.float32, torch.float64) else 0.05)
 
 
+def test_sums_may_be_off_by_the_rounding_of_half_precision():
+    assert metrics.top1_error(PROBS * 1.004, TARGETS) == metrics.top1_error(PROBS, TARGETS)
+
+
 def test_certainty_stays_finite():
     certain = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
     assert metrics.nll(certain, torch.tensor([1])) == pytest.approx(
@@ -470,6 +474,7 @@ def test_entropy_has_gradients():
         (PROBS.log(), TARGETS, ValueError, r"apply softmax\(2\)"),
         (PROBS * 2, TARGETS, ValueError, "sum to 1 over axis 2. Got values from 0 to 2"),
         (PROBS * torch.nan, TARGETS, ValueError, "sum to 1"),
+        (PROBS * 1.01, TARGETS, ValueError, "sum to 1"),
         (PROBS[0], TARGETS, ValueError, r"classes on axis 2.* Add the members' axis: member_probs\[None\]"),
         (PROBS[:, :0], TARGETS[:0], ValueError, "at least one example"),
         (PROBS.long(), TARGETS, TypeError, "floating-point tensor. Got a torch.int64"),
