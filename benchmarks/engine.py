@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,10 +31,17 @@ import cmcl.training.step
 from cmcl import Ensemble, Options, Recipe, fit, networks
 from cmcl.training.batches import Resident
 from cmcl.training.preflight import preflight
+from cmcl.training.progress import Progress
 from cmcl.training.step import Step, TrainState
 
-BATCH = {"resnet20": 128, "vggnet17": 128, "cnn": 64}
-BARS = {"resnet20": 7.0, "vggnet17": 4.0, "cnn": 2.5}  # the plain fp32 loop over the engine, on an H200
+BATCH = {"resnet20": 128, "vggnet17": 128, "cnn": 64, "digits": 64}  # digits: a small CNN on 8 x 8 images
+SMALL = {"channels": 1, "size": 8, "kernel": 3, "padding": 1, "filters": (16, 32), "hidden": 64}
+BARS = {
+    "resnet20": 7.0,
+    "vggnet17": 4.0,
+    "cnn": 2.5,
+    "digits": 1.0,
+}  # the plain fp32 loop over the engine, on an H200
 CMCL = Recipe(steps=1, overlap=3, labels="sampled", sharing=True, lr=0.05, weight_decay=1e-4, nesterov=True)
 
 
@@ -60,9 +67,11 @@ class Bench:
         self.network, self.arguments, self.deadline = network, arguments, deadline
         self.device = torch.device(arguments.device)
         self.cuda = self.device.type == "cuda"
+        self.clock = time.perf_counter if self.cuda else time.process_time  # others may use the CPU as well
         self.batch = arguments.batch or BATCH[network]
         n = arguments.epoch * self.batch
-        self.images = torch.randn(n, 3, 32, 32, device=self.device)
+        shape = (1, 8, 8) if network == "digits" else (3, 32, 32)
+        self.images = torch.randn(n, *shape, device=self.device)
         self.targets = torch.randint(10, (n,), device=self.device)
         self.rows: dict[str, Row] = {}
         self.overhead = math.nan  # share of the engine's last row
@@ -74,7 +83,7 @@ class Bench:
     def seconds(self, ends: list[tuple[float, int]]) -> float:
         """Seconds a step from the (time, steps) at the ends of epochs.
 
-        The mean on a GPU that is ours alone; of a CPU's epochs the fastest, since others may use it as well.
+        The mean on a GPU that is ours alone; of a CPU's epochs the fastest, in seconds of the process.
         """
         if self.cuda:
             ends = [ends[0], ends[-1]]
@@ -82,7 +91,9 @@ class Bench:
 
     def build(self, members: int) -> list[nn.Module]:
         """Fresh members on the device."""
-        return [networks.NETWORKS[self.network]().to(self.device) for _ in range(members)]
+        small = self.network == "digits"
+        build = partial(networks.cnn, **SMALL) if small else networks.NETWORKS[self.network]  # type: ignore[arg-type]
+        return [build().to(self.device) for _ in range(members)]
 
     def measure(self, name: str, members: int, function: Callable[[], float]) -> None:
         """Run a row, unless time is up; `function` returns seconds a step."""
@@ -105,14 +116,14 @@ class Bench:
 # The plain loop: nothing of the engine in it.
 
 
-def plain(bench: Bench, members: int, *, bf16: bool) -> float:
+def plain(bench: Bench, members: int, *, bf16: bool, ie: bool = False) -> float:
     """Seconds a step of a loop that anyone would write."""
     with fast_kernels():
-        return timed(plain_step(bench, members, bf16=bf16), bench)
+        return timed(plain_step(bench, members, bf16=bf16, ie=ie), bench)
 
 
-def plain_step(bench: Bench, members: int, *, bf16: bool) -> Callable[[int], None]:
-    """A step of that loop."""
+def plain_step(bench: Bench, members: int, *, bf16: bool, ie: bool = False) -> Callable[[int], None]:
+    """A step of that loop; `ie`: of an independent ensemble."""
     models = bench.build(members)
     if bf16:
         models = [model.to(memory_format=torch.channels_last) for model in models]
@@ -129,8 +140,11 @@ def plain_step(bench: Bench, members: int, *, bf16: bool) -> Callable[[int], Non
         if bf16:
             x = x.to(memory_format=torch.channels_last)
         with torch.autocast(bench.device.type, torch.bfloat16) if bf16 else nullcontext():
-            logits = plain_forward(models, x)
-        loss = plain_loss(logits.float(), y, beta=CMCL.beta, overlap=min(CMCL.overlap, members))
+            logits = torch.stack([model(x) for model in models]) if ie else plain_forward(models, x)
+        if ie:
+            loss = sum(F.cross_entropy(z.float(), y) for z in logits)
+        else:
+            loss = plain_loss(logits.float(), y, beta=CMCL.beta, overlap=min(CMCL.overlap, members))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -186,7 +200,7 @@ def timed(step: Callable[[int], None], bench: Bench) -> float:
             step(number)
             number += 1
         synchronize(bench)
-        ends.append((time.perf_counter(), number))
+        ends.append((bench.clock(), number))
     return bench.seconds(ends)
 
 
@@ -226,26 +240,35 @@ class Work:
     def _watch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def watched(*arguments: Any, **options: Any) -> Any:
-            begun = time.perf_counter()
+            begun = time.process_time()
             try:
                 return function(*arguments, **options)
             finally:
-                self.seconds += time.perf_counter() - begun
+                self.seconds += time.process_time() - begun
 
         return watched
 
 
 def engine(bench: Bench, recipe: Recipe, **options: Any) -> float:
-    """Seconds a step of `fit`, from the speed in its telemetry; one epoch warms up."""
+    """Seconds a step of `fit`, its telemetry included; one epoch warms up."""
     steps = (1 + bench.epochs()) * bench.arguments.epoch
     recipe = replace(recipe, steps=steps, batch_size=bench.batch)
     ensemble = Ensemble(bench.build(recipe.members), share_after="stem" if recipe.sharing else None)
     how, clock = Options(device=bench.arguments.device, quiet=True, **options), Work()
-    with fast_kernels(), nullcontext() if bench.cuda else clock.watched():
-        rows = fit(ensemble, (bench.images, bench.targets), recipe=recipe, options=how).rows
-    seconds = [bench.batch / row["images_per_second"] for row in rows]
-    bench.overhead = 1 - clock.seconds / (sum(seconds) * bench.arguments.epoch)
-    return fmean(seconds[1:]) if bench.cuda else min(seconds[1:])
+    ends, log, begun = list[tuple[float, int]](), Progress.log, bench.clock()
+
+    def noted(progress: Progress, row: dict[str, Any]) -> None:
+        log(progress, row)
+        ends.append((bench.clock(), row["step"]))
+
+    Progress.log = noted  # type: ignore[method-assign]
+    try:
+        with fast_kernels(), nullcontext() if bench.cuda else clock.watched():
+            fit(ensemble, (bench.images, bench.targets), recipe=recipe, options=how)
+    finally:
+        Progress.log = log  # type: ignore[method-assign]
+    bench.overhead = 1 - clock.seconds / (ends[-1][0] - begun)
+    return bench.seconds(ends)
 
 
 def make_step(
@@ -293,6 +316,7 @@ def measure_network(network: str, arguments: argparse.Namespace, deadline: float
     recipe = replace(CMCL, members=m, overlap=min(CMCL.overlap, m))
     silent = replace(recipe, sharing=False, labels="exact")
     bench.measure("plain loop, fp32 (TF32)", m, lambda: plain(bench, m, bf16=False))
+    bench.measure("plain loop, IE", m, lambda: plain(bench, m, bf16=False, ie=True))
     if bench.cuda:
         bench.measure("plain loop, bf16, channels last", m, lambda: plain(bench, m, bf16=True))
     bench.measure("engine, CMCL, sharing, stochastic labels", m, lambda: engine(bench, recipe))
@@ -331,6 +355,7 @@ def print_ratios(bench: Bench, overhead: float) -> None:
     fp32, bf16 = rows.get("plain loop, fp32 (TF32)"), rows.get("plain loop, bf16, channels last")
     wanted = f" (at least {bar:g} wanted on an H200)" if bench.cuda else " (at least 1 wanted)"
     ratio("plain fp32 loop / engine", fp32, ours, wanted)
+    ratio("plain IE loop / engine, IE", rows.get("plain loop, IE"), rows.get("engine, IE"))
     ratio("plain bf16 loop / engine, equal precision", bf16, ours)
     ratio("plain fp32 loop / engine in float32, equal precision", fp32, rows.get("engine, float32 (TF32)"))
     ratio(

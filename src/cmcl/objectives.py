@@ -76,8 +76,11 @@ def confident_oracle_loss(
 
     log_p = logits.log_softmax(2)  # (M, B, C, ...)
     kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
-    task = task or _cross_entropy
-    values = torch.stack([_checks.unreduced(task(z, targets), z[:, 0]) for z in logits])  # (M, B, ...)
+    if task is None:  # all members at once
+        every = targets.expand(len(logits), *targets.shape).flatten(0, 1)  # (M * B, ...)
+        values = _cross_entropy(logits.flatten(0, 1), every).unflatten(0, logits.shape[:2])  # (M, B, ...)
+    else:
+        values = torch.stack([_checks.unreduced(task(z, targets), z[:, 0]) for z in logits])
     drawn = _draw(labels, log_p, samples, generator)  # (S, M, B, ...), or None
     penalty = kl if drawn is None else _sampled_kl(log_p, drawn)  # (M, B, ...)
 

@@ -65,18 +65,12 @@ class Monitor:
         if ignore_index is not None:
             counted = (targets != ignore_index).reshape(len(targets), -1).any(1)  # (B,)
             v, others = v & counted, others & counted
-        log_p = logits.float().log_softmax(2).clamp(min=-1e4)  # a class masked out by -inf: 0 * -inf is NaN
-        entropy = -(log_p.exp() * log_p).sum(2).reshape(*v.shape, -1).mean(2)  # (M, B)
+        entropy = torch.special.entr(logits.float().softmax(2)).sum(2).reshape(*v.shape, -1).mean(2)  # (M, B)
         batch = v.shape[1]
-        values = [
-            loss.total.new_ones(()),
-            loss.total,
-            loss.task.where(v, 0).sum() / batch,
-            loss.kl.where(others, 0).sum() / batch,
-            entropy.where(v, 0).sum() / batch,
-            entropy.where(others, 0).sum() / batch,
-        ]
-        self.sums[: len(BATCH)] += torch.stack(values) * batch
+        values = torch.stack([loss.task, loss.kl, entropy, entropy])  # (4, M, B)
+        sums = values.where(torch.stack([v, others, v, others]), 0).sum((1, 2))
+        means = torch.stack([loss.total.new_ones(()), loss.total])
+        self.sums[: len(BATCH)] += torch.cat([means * batch, sums])
         if len(self.seen) == 1:  # not by class
             self.assigned.add_(v.double().sum(1, keepdim=True))
             self.seen.add_(batch if counted is None else counted.sum())
