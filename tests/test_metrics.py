@@ -475,6 +475,8 @@ def test_entropy_has_gradients():
         (PROBS * 2, TARGETS, ValueError, "sum to 1 over axis 2. Got values from 0 to 2"),
         (PROBS * torch.nan, TARGETS, ValueError, "sum to 1"),
         (PROBS * 1.01, TARGETS, ValueError, "sum to 1"),
+        (torch.cat([PROBS[:, :3], PROBS[:, 3:] * 2], 1), TARGETS, ValueError, "sum to 1"),  # one of four
+        (torch.tensor([[[1.2, -0.2, 0.0]] * 4]), TARGETS, ValueError, "at least 0 and sum to 1"),
         (PROBS[0], TARGETS, ValueError, r"classes on axis 2.* Add the members' axis: member_probs\[None\]"),
         (PROBS[:, :0], TARGETS[:0], ValueError, "at least one example"),
         (PROBS.long(), TARGETS, TypeError, "floating-point tensor. Got a torch.int64"),
