@@ -78,6 +78,7 @@ def test_dense_scores_are_pixel_means(score):
     flat = dense.permute(0, 1, 3, 4, 2).reshape(2, 4 * 30, 3)
     expected = uncertainty(flat, score).reshape(4, 30).mean(1)
     torch.testing.assert_close(uncertainty(dense, score), expected)
+    torch.testing.assert_close(uncertainty(dense.flatten(3), score), expected)  # sequences, one axis
 
 
 def test_the_dense_lowest_entropy_is_that_of_one_member():
@@ -126,7 +127,7 @@ def test_by_hand():
     assert (found.predicted, found.errors, found.coverage) == (1000, 0, 0.5)
     assert found.bound == pytest.approx(1 - (0.05 / LEVELS) ** (1 / 1000))
     answers = decide(probs_of([0.9, 0.75, 0.5]), found)
-    assert answers.tolist() == [0, 0, ABSTAIN]  # 0.75 lies above the first unsure one, at 0.7
+    assert answers.tolist() == [0, 0, -1]  # 0.75 lies above the first unsure one, at 0.7
 
 
 def test_all_is_answered_where_nothing_goes_wrong():
