@@ -98,7 +98,7 @@ WRONG = {
     "sharing what is one anyway": (
         dict(head="fc", stem="layer1", share_after="layer1"),
         ValueError,
-        "share_after must come after weights of the members' own. Got 'layer1', where all have the same",
+        "share_after must come after weights of the members' own. Got 'layer1'",
     ),
     "sharing before the stem's end": (
         dict(head="fc", stem="layer1", share_after="bn1"),
