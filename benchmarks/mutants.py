@@ -1,0 +1,115 @@
+"""Mutation testing: change one expression of a module at a time and see whether its tests notice.
+
+    python benchmarks/mutants.py src/cmcl/metrics.py tests/test_metrics.py --count 40 --seed 0
+
+Prints the survivors: changes that no test noticed. Each is either equivalent or wants a test.
+"""
+
+import argparse
+import ast
+import copy
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
+COMPARE |= {ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
+ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Pow: ast.Mult}
+ARITHMETIC |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+
+
+def mutations(node):
+    """Functions that change a node in place."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARE:
+        yield lambda n: n.ops.__setitem__(0, COMPARE[type(n.ops[0])]())
+    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        yield lambda n: setattr(n, "op", ARITHMETIC[type(n.op)]())
+    if isinstance(node, ast.BoolOp):
+        yield lambda n: setattr(n, "op", ast.Or() if isinstance(n.op, ast.And) else ast.And())
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield lambda n: setattr(n, "operand", ast.UnaryOp(ast.Not(), n.operand))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield lambda n: setattr(n, "op", ast.UAdd())
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield lambda n: setattr(n, "value", not n.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield lambda n: setattr(n, "value", n.value + 1)
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        yield lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test))
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield lambda n: setattr(n, "value", ast.Constant(None))
+    if isinstance(node, ast.AugAssign):
+        yield lambda n: setattr(n, "value", ast.BinOp(n.value, ast.Mult(), ast.Constant(2)))
+    if isinstance(node, ast.keyword) and node.arg in ("dim", "reduction", "keepdim", "correction"):
+        yield lambda n: setattr(n, "value", ast.Constant(0))
+
+
+def skipped(tree):
+    """Nodes inside messages, annotations and `raise`: wording is not what tests check."""
+    parts = [n for n in ast.walk(tree) if isinstance(n, ast.Raise | ast.JoinedStr)]
+    parts += [n.annotation for n in ast.walk(tree) if isinstance(n, ast.AnnAssign | ast.arg) and n.annotation]
+    parts += [n.returns for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.returns]
+    return {node for part in parts for node in ast.walk(part)}
+
+
+def sites(tree):
+    """(position in ast.walk, number of the mutation) of everything that can be changed."""
+    left_out = skipped(tree)
+    nodes = enumerate(ast.walk(tree))
+    return [(i, k) for i, node in nodes if node not in left_out for k, _ in enumerate(mutations(node))]
+
+
+def mutant(tree, site):
+    """The changed source, the line, and that line before and after."""
+    changed = copy.deepcopy(tree)
+    node = list(ast.walk(changed))[site[0]]
+    before = ast.unparse(node)
+    list(mutations(node))[site[1]](node)
+    ast.fix_missing_locations(changed)
+    return ast.unparse(changed), getattr(node, "lineno", 0), before, ast.unparse(node)
+
+
+def survives(source, module, tests, seconds):
+    """Whether the tests pass with the changed module."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "src", Path(folder, "src"), ignore=shutil.ignore_patterns("__pycache__"))
+        Path(folder, module).write_text(source)
+        path = f"pythonpath={folder}/src"
+        command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-o", path, *tests]
+        env = os.environ | {"PYTHONPATH": f"{folder}/src", "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+    if run.returncode > 1:
+        print(run.stdout.decode()[-300:])
+    return run.returncode == 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("module")
+    parser.add_argument("tests", nargs="+")
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=300, help="a mutant that runs longer is caught")
+    options = parser.parse_args()
+    tree = ast.parse((ROOT / options.module).read_text())
+    found = sites(tree)
+    chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
+    survivors = 0
+    for site in chosen:
+        source, line, before, after = mutant(tree, site)
+        if survives(source, options.module, options.tests, options.seconds):
+            survivors += 1
+            print(f"SURVIVED {options.module}:{line}: {before[:100]!r} -> {after[:100]!r}", flush=True)
+    print(f"{options.module}: {len(chosen) - survivors} of {len(chosen)} caught, {len(found)} possible")
+
+
+if __name__ == "__main__":
+    main()
