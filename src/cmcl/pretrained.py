@@ -114,12 +114,11 @@ class SharedStemEnsemble(Ensemble):
 
 def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
     """Give all modules the first one's parts up to the submodule `stem`; returns the names of these parts."""
-    first, *others = modules
+    first = modules[0]
     parts = _parts_before(first, stem)
-    for module in modules:
-        _check_untied(module, parts, stem)
-    for m, other in enumerate(others, 1):
-        if _parts_before(other, stem) != parts:
+    for m, other in enumerate(modules):
+        _check_untied(other, parts, stem)
+        if _kinds(other, _parts_before(other, stem)) != _kinds(first, parts):
             raise ValueError(f"members must be alike up to {stem!r}. Member {m} is not like member 0.")
         for part in parts:
             path, _, name = part.rpartition(".")
@@ -129,9 +128,17 @@ def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
 
 def _parts_before(module: nn.Module, stem: str) -> list[str]:
     before, after = parts_around(module, stem, argument="stem")
-    if both := sorted(part for part in after if _is_in(part, before)):
+    both = [part for part in after if _is_in(part, before)] + [part for part in before if _is_in(part, after)]
+    if both:
         raise CannotSplitError(module, stem, f"{both[0]!r} is used before and after it")
     return before
+
+
+def _kinds(module: nn.Module, parts: Sequence[str]) -> list[tuple[str, Any]]:
+    """Names and classes of the modules, names and shapes of the weights and buffers, in these parts."""
+    modules = [(name, type(part)) for name, part in module.named_modules()]
+    weights = [(name, value.shape) for name, value in module.state_dict().items()]
+    return [(name, kind) for name, kind in [*modules, *weights] if _is_in(name, parts)]
 
 
 def _is_in(key: str, parts: Sequence[str]) -> bool:
