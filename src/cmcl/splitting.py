@@ -6,8 +6,8 @@ that `.to()`, `.train()` and `load_state_dict` just work. Members with equal tra
 objects, so that one compilation serves all of them.
 
 torch.fx traces only the modules that contain the layer; all other submodules stay whole and run as they are.
-A trace runs forward once with symbols instead of tensors. It freezes what Python does besides: `_trace` raises
-where that would go wrong later, and `verify` compares the two pieces with the network at the first call.
+A trace runs forward once with symbols instead of tensors, and freezes what Python does besides. `_trace`
+raises where that would go wrong later; `verify` compares the pieces with the network at the first call.
 """
 
 import copy
@@ -438,7 +438,7 @@ def verify(
                 break
             except (_CannotCompareError, torch.OutOfMemoryError):
                 raise
-            except Exception:  # noqa: S112  if it fails on all examples, forward will raise that
+            except Exception:  # if it fails on all examples, forward will raise that
                 continue
         else:
             return
