@@ -162,7 +162,7 @@ def test_a_head_whose_weight_is_computed(kind, ran):
         with torch.no_grad():
             net(torch.randn(2, 4))
     words = (
-        "Got ParametrizationList" if "newer" in kind else "Got a Linear whose weight is computed from others"
+        "Got ParametrizationList" if "newer" in kind else "Got Linear whose weight is computed from others"
     )
     with pytest.raises(ValueError, match=rf"draw their weights anew, by reset_parameters\(\). {words}"):
         from_pretrained(net, 2, head="2")
