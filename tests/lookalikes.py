@@ -1,6 +1,6 @@
 """Small networks of the kinds that people bring: look-alikes of well-known ones, in plain torch.
 
-Each entry of KINDS: (network, an input batch, a place to share at, what shareable_layers suggests).
+Each entry of KINDS: (network, an input batch, a layer to share after, what shareable_layers suggests).
 """
 
 import torch

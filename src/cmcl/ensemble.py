@@ -6,6 +6,7 @@ M members, B batch, C classes. The member axis comes first, always: logits (M, B
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -29,12 +30,10 @@ Output = Callable[[Any], Tensor]  # what a member returns -> its logits (B, C, .
 class Prediction(NamedTuple):
     """Probabilities of an ensemble and of its members."""
 
-    probs: (
-        Tensor  # (B, C, ...)           mean of the members' probabilities, scaled by the temperature if any
-    )
+    probs: Tensor  # (B, C, ...)  mean of the members' probabilities, scaled by the temperature if any
     member_probs: Tensor  # (M, B, C, ...)
-    entropy: Tensor  # (M, B)              of each member's prediction, in nats; pixel mean if dense
-    chosen: Tensor  # (B,)                 the most confident member: lowest entropy
+    entropy: Tensor  # (M, B)  of each member's prediction, in nats; pixel mean if dense
+    chosen: Tensor  # (B,)  the most confident member: lowest entropy
 
 
 def prediction(logits: Tensor, temperature: float | None = None) -> Prediction:
@@ -129,16 +128,13 @@ class Ensemble(nn.Module):
         if self.output is not None:
             outputs = [self.output(output) for output in outputs]
         for m, output in enumerate(outputs):
-            if self.output is None and not isinstance(output, Tensor):
-                raise TypeError(
-                    "members must return a tensor of logits (batch, classes, ...). Got "
-                    f"{_contents(output)} from member {m}; pass output=, a function that picks the logits, "
-                    f"such as {_example(output)}."
-                )
             if not isinstance(output, Tensor) or output.ndim < 2:
+                got, hint = _checks.kind(output), "wrap the network so that it returns its logits"
+                if self.output is None and not isinstance(output, Tensor):
+                    got, hint = _contents(output), f"pass output=, a function such as {_picks_logits(output)}"
                 raise TypeError(
-                    "members must return a tensor of logits (batch, classes, ...). Got "
-                    f"{_checks.kind(output)} from member {m}; wrap the network so that it returns its logits."
+                    "members must return a tensor of logits (batch, classes, ...). "
+                    f"Got {got} from member {m}; {hint}."
                 )
             if output.shape != outputs[0].shape:
                 raise ValueError(
@@ -216,9 +212,9 @@ class Ensemble(nn.Module):
         if mode not in self._unverified or not can_verify(x, self.parameters(), training=mode):
             return
         self._unverified.remove(mode)
-        pieces = list(zip(self.stems, self.trunks, strict=True))
         name = str(self.share_after or getattr(self, "stem", None))
-        for m in [pieces.index(piece) for piece in dict.fromkeys(pieces)]:  # one of each architecture
+        kinds = zip(map(type, self.members), self.stems, self.trunks, strict=True)
+        for m in {kind: m for m, kind in enumerate(kinds)}.values():  # one member of each architecture
             run, logits = partial(self._in_pieces, m), lambda output: self.logits([output])[0]
             verify(self.members[m], run, x, name=name, logits=logits, frozen=self.freeze)
 
@@ -238,31 +234,31 @@ class Ensemble(nn.Module):
 
 def build_members(network: Network, members: int | None) -> list[nn.Module]:
     """The modules of an ensemble: one call of `network` for each, or the list that was given."""
+    must = "network must be a function that builds a member, or a list of modules"
     if isinstance(network, nn.Module) and not isinstance(network, nn.ModuleList):
         raise TypeError(
-            "network must be a function that builds a member, or a list of modules. Got one module, whose "
-            f"copies would all start from the same weights; pass lambda: {type(network).__name__}(...)."
+            f"{must}. Got one module, whose copies would all start from the same weights; "
+            f"pass lambda: {type(network).__name__}(...)."
         )
-    if callable(network) and not isinstance(network, nn.ModuleList):
+    if isinstance(network, Sequence | nn.ModuleList) and not isinstance(network, str):
+        modules = list(network)
+        if members not in (None, len(modules)):
+            raise ValueError(
+                f"members must be {len(modules)}, the length of the list, or left out. Got {members}."
+            )
+    elif callable(network):
         _checks.positive("members", members := 5 if members is None else members)
-        network = [network() for _ in range(members)]
-    if not isinstance(network, Sequence | nn.ModuleList) or isinstance(network, str):
-        raise TypeError(
-            "network must be a function that builds a member, or a list of modules. "
-            f"Got {_checks.kind(network)}."
-        )
-    if members not in (None, len(network)):
-        raise ValueError(
-            f"members must be {len(network)}, the length of the list, or left out. Got {members}."
-        )
-    if not network:
+        modules = [network() for _ in range(members)]
+    else:
+        raise TypeError(f"{must}. Got {_checks.kind(network)}.")
+    if not modules:
         raise ValueError("network must give at least 1 member. Got an empty list.")
-    for m, module in enumerate(network):
+    for m, module in enumerate(modules):
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"members must be torch.nn.Module instances. Got {_checks.kind(module)} as member {m}."
             )
-    return list(network)
+    return modules
 
 
 def _distinct(members: list[nn.Module]) -> list[nn.Module]:
@@ -290,18 +286,18 @@ def _contents(output: Any) -> str:
     return _checks.kind(output) + keys
 
 
-def _example(output: Any) -> str:
+def _picks_logits(output: Any) -> str:
     if isinstance(output, Mapping):
         return f"lambda out: out[{next(iter(output), 'logits')!r}]"
     return "lambda out: out[0]" if isinstance(output, Sequence) else "lambda out: out.logits"
 
 
+@dataclass
 class _EvalUsers:
     """How many threads need a module in eval mode, and what was in train mode before the first."""
 
-    def __init__(self) -> None:
-        self.threads = 0
-        self.training: list[nn.Module] = []
+    threads: int = 0
+    training: list[nn.Module] = field(default_factory=list)
 
 
 _users: WeakKeyDictionary[nn.Module, _EvalUsers] = WeakKeyDictionary()
@@ -318,8 +314,7 @@ def in_eval(module: nn.Module) -> Iterator[None]:
         users = _users.setdefault(module, _EvalUsers())
         if users.threads == 0:
             users.training = [part for part in module.modules() if part.training]
-            if users.training:
-                module.eval()
+            module.eval()
         users.threads += 1
     try:
         yield
@@ -329,4 +324,4 @@ def in_eval(module: nn.Module) -> Iterator[None]:
             if users.threads == 0:
                 for part in users.training:
                     part.training = True
-                users.training = []
+                del _users[module]

@@ -45,17 +45,23 @@ def from_pretrained(
     if noise < 0:
         raise ValueError(f"noise must be 0 or more. Got {noise}.")
     _checks.positive("members", members)
-    for name in _names(head):
-        _check_head(network, name)
-    _check_heads_untied(network, _names(head))
+    heads = [head] if isinstance(head, str) else list(head)
+    _check_heads(network, heads)
     copies = [copy.deepcopy(network) for _ in range(members)]
     common = [] if stem is None else held_once(network, join_stems(copies, stem))
-    _check_outside(common, _names(head), stem)
+    for name in heads:
+        if any(_is_in(key, [name]) for key in common):
+            raise ValueError(
+                f"head must come after the stem, which stays pretrained. Got {name!r}, of which "
+                f"{stem!r} needs a part; name a later submodule, or an earlier stem."
+            )
     for module in copies:
-        redrawn = {id(p) for name in _names(head) for p in _redraw(module, name)}
-        _add_noise(
-            [p for n, p in module.named_parameters() if n not in common and id(p) not in redrawn], noise
-        )
+        drawn = [part for name in heads for part in module.get_submodule(name).modules()]
+        for part in drawn:
+            if (reset := _reset(part)) is not None:
+                reset()
+        new = {p for part in drawn for p in part.parameters(recurse=False)}
+        _add_noise([p for n, p in module.named_parameters() if n not in common and p not in new], noise)
     build = Ensemble if stem is None else partial(SharedStemEnsemble, stem=stem, freeze=freeze)
     return build(
         copies, share_after=share_after, share_prob=share_prob, share_at_test=share_at_test, output=output
@@ -114,12 +120,11 @@ class SharedStemEnsemble(Ensemble):
 
 def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
     """Give all modules the first one's parts up to the submodule `stem`; returns the names of these parts."""
-    first, *others = modules
+    first = modules[0]
     parts = _parts_before(first, stem)
-    for module in modules:
-        _check_untied(module, parts, stem)
-    for m, other in enumerate(others, 1):
-        if _parts_before(other, stem) != parts:
+    for m, other in enumerate(modules):
+        _check_untied(other, parts, stem)
+        if _kinds(other, _parts_before(other, stem)) != _kinds(first, parts):
             raise ValueError(f"members must be alike up to {stem!r}. Member {m} is not like member 0.")
         for part in parts:
             path, _, name = part.rpartition(".")
@@ -129,9 +134,16 @@ def join_stems(modules: Sequence[nn.Module], stem: str) -> list[str]:
 
 def _parts_before(module: nn.Module, stem: str) -> list[str]:
     before, after = parts_around(module, stem, argument="stem")
-    if both := sorted(part for part in after if _is_in(part, before)):
+    both = [part for part in after if _is_in(part, before)] + [part for part in before if _is_in(part, after)]
+    if both:
         raise CannotSplitError(module, stem, f"{both[0]!r} is used before and after it")
     return before
+
+
+def _kinds(module: nn.Module, parts: Sequence[str]) -> list[Any]:
+    """The parts, and the classes of all modules in them."""
+    modules = module.named_modules()
+    return [*parts, *((name, type(part)) for name, part in modules if _is_in(name, parts))]
 
 
 def _is_in(key: str, parts: Sequence[str]) -> bool:
@@ -166,15 +178,6 @@ def _check_later(member: nn.Module, stem: str, share_after: str | None) -> None:
         )
 
 
-def _check_outside(common: Sequence[str], heads: Sequence[str], stem: str | None) -> None:
-    for head in heads:
-        if any(_is_in(key, [head]) for key in common):
-            raise ValueError(
-                f"head must come after the stem, which stays pretrained. Got {head!r}, of which "
-                f"{stem!r} needs a part; name a later submodule, or an earlier stem."
-            )
-
-
 def _name_once(ensemble: SharedStemEnsemble, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Keep the stem's weights under the first member's name only."""
     for key, _ in _doubles(ensemble, prefix):
@@ -195,40 +198,29 @@ def _doubles(ensemble: SharedStemEnsemble, prefix: str) -> list[tuple[str, str]]
     return [(f"{prefix}members.{m}.{key}", f"{prefix}members.0.{key}") for m in others for key in common]
 
 
-def _names(head: str | Sequence[str]) -> Sequence[str]:
-    return [head] if isinstance(head, str) else head
-
-
-def _check_head(network: nn.Module, name: str) -> None:
-    """Raise unless the head exists and its weights can be drawn anew."""
+def _check_heads(network: nn.Module, heads: Sequence[str]) -> None:
+    """Raise unless the heads exist, and their weights can be drawn anew without changing other layers."""
     known = dict(network.named_modules())
-    if not name or name not in known:
-        last = ", ".join(repr(key) for key, _ in list(network.named_children())[-3:])
-        raise ValueError(
-            f"head must name a submodule of {type(network).__name__}. Got {name!r}; last are {last}."
-        )
-    for part in known[name].modules():
-        if _reset(part) is None and any(True for _ in part.parameters(recurse=False)):
+    for name in heads:
+        if not name or name not in known:
+            last = ", ".join(repr(key) for key, _ in list(network.named_children())[-3:])
             raise ValueError(
-                f"head must be layers that can draw their weights anew, by reset_parameters(). "
-                f"Got {type(part).__name__}; give it that method."
+                f"head must name a submodule of {type(network).__name__}. Got {name!r}; last are {last}."
             )
-        computed = _computed(part)
-        if computed is not None:
+        if not any(True for _ in known[name].parameters()):
+            raise ValueError(f"head must have weights to draw anew. Got {name!r}, which has none.")
+    drawn = {part for name in heads for part in known[name].modules()}
+    for part in drawn:
+        weights, computed = [key for key, _ in part.named_parameters(recurse=False)], _computed(part)
+        if computed or (weights and _reset(part) is None):
+            why = f" whose {computed} is computed from others" if computed else ""
             raise ValueError(
-                f"head must be layers that can draw their weights anew, by reset_parameters(). Got a "
-                f"{type(part).__name__} whose {computed} is computed from others; use one without "
-                "spectral_norm, weight_norm or prune."
+                "head must be layers that can draw their weights anew, by reset_parameters(). Got "
+                f"{type(part).__name__}{why}; give it that method, and use no spectral_norm, weight_norm or "
+                "prune there."
             )
-    if not any(True for _ in known[name].parameters()):
-        raise ValueError(f"head must have weights to draw anew. Got {name!r}, which has none.")
-
-
-def _check_heads_untied(network: nn.Module, heads: Sequence[str]) -> None:
-    """Raise if a weight of a head is tied to another layer: drawing it anew would change that one, too."""
-    drawn = {part for name in heads for part in network.get_submodule(name).modules()}
-    own = {p: f"{name}.{key}" for name in heads for key, p in network.get_submodule(name).named_parameters()}
-    for name, part in network.named_modules():
+    own = {p: f"{name}.{key}" for name in heads for key, p in known[name].named_parameters()}
+    for name, part in known.items():
         for key, p in part.named_parameters(name, recurse=False):
             if part not in drawn and p in own:
                 raise ValueError(
@@ -250,15 +242,6 @@ def _computed(part: nn.Module) -> str | None:
 
 def _reset(part: nn.Module) -> Any:
     return getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-
-
-def _redraw(module: nn.Module, name: str) -> list[nn.Parameter]:
-    """Draw the weights of a submodule anew; returns them."""
-    for part in module.get_submodule(name).modules():
-        reset = _reset(part)
-        if reset is not None:
-            reset()
-    return list(module.get_submodule(name).parameters())
 
 
 @torch.no_grad()
