@@ -19,9 +19,9 @@ RECIPE = Recipe(method="ie", members=2, steps=10, batch_size=8, lr=0.05, adversa
 
 def adversarial_logits(ensemble, x, y, epsilon, task=None, ignore_index=None):
     cpu = torch.device("cpu")
-    state = TrainState(ensemble, RECIPE, 0, 3, cpu)
-    objective = RECIPE.objective | {"task": task}
-    step = Step(state, Resident(x, y, 8, 0, cpu), objective=objective, ignore_index=ignore_index)
+    state = TrainState(ensemble, RECIPE, 0, 3, 10)
+    objective = RECIPE.objective | {"task": task, "ignore_index": ignore_index}
+    step = Step(state, Resident(x, y, 8, 0, cpu), objective=objective)
     return step.adversarial_logits(x, y, epsilon)
 
 

@@ -20,7 +20,7 @@ def take(source, epoch, first=None):
     steps = source.steps(epoch)
     first = steps.start if first is None else first
     rows = []
-    for size in source.epoch(epoch, first):
+    for size in source.epoch(epoch, range(first, steps.stop)):
         images, targets = source.current()
         assert len(targets) == size
         assert (images.flatten().long() % 7).equal(targets)
@@ -106,7 +106,7 @@ def draw(source, epoch, first=None):
     steps = source.steps(epoch)
     first = steps.start if first is None else first
     batches = []
-    for size in source.epoch(epoch, first):
+    for size in source.epoch(epoch, range(first, steps.stop)):
         batches.append(source.current())
         assert len(batches[-1][1]) == size
     return batches

@@ -71,7 +71,7 @@ def make(ensemble, recipe, seed=0, examples=None, **options):
     """A step with all that it needs, as the loop makes it; (step, state)."""
     images, targets = examples or data()
     batches = Resident(images, targets, recipe.batch_size, seed, CPU)
-    state = TrainState(ensemble.train(), recipe, seed, CLASSES if targets.ndim == 1 else 1, CPU)
+    state = TrainState(ensemble.train(), recipe, seed, CLASSES if targets.ndim == 1 else 1, 20)
     return Step(state, batches, **{"objective": recipe.objective} | options), state
 
 

@@ -28,10 +28,11 @@ from cmcl import Ensemble, Options, Recipe, evaluate, fit
 from cmcl._files import DiskFullError
 from cmcl.data import Dataset
 from cmcl.pretrained import SharedStemEnsemble
-from cmcl.training import Diverged, Interrupted, loop
+from cmcl.training import Diverged, Interrupted
 from cmcl.training import step as engine_step
 from cmcl.training.checkpoint import Checkpoints, FolderInUseError, locked
 from cmcl.training.preflight import fitting
+from cmcl.training.step import TrainState
 
 ROOT = Path(__file__).parents[1]
 N, B, M, CLASSES = 40, 8, 3, 4  # 5 steps an epoch
@@ -244,9 +245,9 @@ class TestDeadMembers:
         dead, (told,) = self.run()
         assert dead == [None, None, [1], None, None, None]
         assert told.startswith(
-            "Member 1 won under a tenth of the fair share (50% of the examples) for 3 epochs"
+            "member [1] won under a tenth of the fair share (50% of the examples) for 3 ep"
         )
-        assert "Try a larger overlap" in told
+        assert all(hint in told for hint in ("larger overlap", "smaller beta", "warm start"))
 
     def test_it_sounds_again_in_the_next_run(self):
         """Python tells an equal warning from one line only once in a process."""
@@ -297,7 +298,7 @@ class TestRecipes:
         assert result.scores["oracle"] <= result.scores["top1"]
 
     def test_what_does_not_fit_the_ensemble(self):
-        with pytest.raises(ValueError, match=r"recipe.members must be 3, as in the ensemble. Got 5."):
+        with pytest.raises(ValueError, match=r"recipe.members must be 3, .* Got 5"):
             fit(small(), data(), recipe=replace(RECIPE, members=5))
         with pytest.raises(TypeError, match="ensemble must be a cmcl.Ensemble. Got list"):
             fit([small(), small(1)], data(), recipe=RECIPE)
@@ -308,12 +309,10 @@ class TestRecipes:
             fit(small(), (images, targets + (targets == 3)), recipe=RECIPE, options=QUIET)
         with pytest.raises(ValueError, match="precision must be"):
             Options(precision="float8")
-        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.7, as in the ensemble. Got 0.2."):
+        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.7, .* Got 0.2"):
             fit(small(), data(), recipe=replace(RECIPE, share_prob=0.2), options=QUIET)
         apart = cmcl.Ensemble(list(small().members))
-        with pytest.raises(
-            ValueError, match=r"recipe.sharing must be False: the ensemble has no share_after."
-        ):
+        with pytest.raises(ValueError, match="recipe.sharing must be False, .*share_after=None"):
             fit(apart, data(), recipe=RECIPE, options=QUIET)
 
 
@@ -346,18 +345,14 @@ class TestSharing:
         own = Ensemble(Small, M, share_after="stem", share_prob=0.4)
         assert fitting(self.OPEN, own) == replace(self.OPEN, sharing=True, share_prob=0.4)
         assert fitting(replace(self.OPEN, share_prob=0.4), own).share_prob == 0.4
-        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.4, as in the ensemble. Got 0.2."):
+        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.4, .* Got 0.2"):
             fitting(replace(self.OPEN, share_prob=0.2), own)
 
     def test_an_ablation_that_would_change_nothing_is_refused(self):
         off = replace(RECIPE, sharing=False)
-        with pytest.raises(ValueError) as error:  # noqa: PT011  (the whole text is compared)
+        with pytest.raises(ValueError, match="recipe.sharing must be True, .*share_after='stem'.* Got False"):
             fit(small(), data(), recipe=off, options=QUIET)
-        assert str(error.value) == (
-            "recipe.sharing must be True: the ensemble shares features after 'stem'. Got False. To train "
-            "without sharing, build it without share_after."
-        )
-        with pytest.raises(ValueError, match="shares features after '2'. Got False"):
+        with pytest.raises(ValueError, match="share_after='2'.* Got False"):
             fit(self.one_stem(), data(), recipe=off, options=QUIET)
         fit(self.one_stem(), data(), recipe=self.OPEN, options=QUIET)
         fit(Ensemble(Small, M), data(), recipe=replace(off, epochs=1), options=QUIET)
@@ -523,8 +518,8 @@ class TestDivergence:
 
     def test_it_is_noticed_before_a_checkpoint_is_written(self, tmp_path, monkeypatch):
         """As on a GPU, where looking at every step would cost too much."""
-        check, calls = loop._check_finite, itertools.count(1)
-        monkeypatch.setattr(loop, "_check_finite", lambda *args: next(calls) % 2 or check(*args))
+        check, calls = TrainState.check_finite, itertools.count(1)
+        monkeypatch.setattr(TrainState, "check_finite", lambda state: next(calls) % 2 or check(state))
         with pytest.raises(Diverged, match="at step 7"):
             fit(poisoned(7), data(), recipe=APART, seed=2, out=tmp_path, options=ALWAYS)
         assert Checkpoints(tmp_path / "checkpoints").latest().facts.step == 7
@@ -701,10 +696,8 @@ class TestRefusals:
 
     def test_a_folder_with_a_finished_run(self, folder):
         go(folder, resume=True)
-        with pytest.raises(ValueError, match="at step 20, finished. Pass resume=True to load its weights"):
+        with pytest.raises(ValueError, match="It holds a run at step 20. Pass resume=True"):
             go(folder)
-        with pytest.raises(ValueError, match="at step 20, with another recipe. Name another folder"):
-            go(folder, recipe=replace(RECIPE, epochs=2))
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -870,14 +863,9 @@ class TestProgress:
         go(None, options=Options())
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 4
-        assert re.match(r"epoch 4/4 loss \d\.\d+, top-1 [\d.]+ %, oracle [\d.]+ %, lr 0\.05", lines[-1])
-
-    def test_the_seed_is_named_where_it_tells_runs_apart(self, tmp_path, capsys):
-        recipe = replace(RECIPE, epochs=1)
-        fit(small(), data(), recipe=recipe, seed=3)
-        assert "seed" not in capsys.readouterr().err
-        fit(small(), data(), recipe=recipe, seed=5, out=tmp_path)
-        assert "epoch 1/1 seed 5, loss" in capsys.readouterr().err
+        assert re.match(
+            r"epoch 4/4 seed 2, loss \d\.\d+, top-1 [\d.]+ %, oracle [\d.]+ %, lr 0\.05", lines[-1]
+        )
 
     def test_quiet(self, capsys):
         go(None)

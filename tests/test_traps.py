@@ -72,9 +72,9 @@ def test_what_is_chosen_by_is_not_the_test_set():
     looked = []
 
     class Watched(Ensemble):
-        def stream(self, x, batch_size):
-            looked.append(len(x))
-            return super().stream(x, batch_size)
+        def forward(self, x):
+            looked.append((self.training, len(x)))
+            return super().forward(x)
 
     ensemble = Watched(
         lambda: cmcl.networks.cnn(channels=1, size=8, filters=(2, 3), kernel=3, padding=1, hidden=None), 1
@@ -82,10 +82,11 @@ def test_what_is_chosen_by_is_not_the_test_set():
     recipe = Recipe(method="ie", members=1, epochs=2, batch_size=50, lr=0.01, validation=0.2)
     test = cmcl.data.load("digits", split="test")[:77]
     cmcl.fit(ensemble, train, recipe=recipe, test=test, options=cmcl.Options(quiet=True, evaluate_every=1))
-    assert looked[:2] == [2, 2], "whether they fit; what they score is seen by nobody"
-    assert looked.count(77) == 1, "the test set once, at the end"
-    assert looked[-1] == 77
-    assert len(looked) == 2 + 3
+    scored = [n for training, n in looked if not training]
+    assert scored[:3] == [2, 2, 2], "whether train, the held-out part and test fit"
+    assert len(scored) == 3 + 3
+    assert scored.count(77) == 1, "the test set once, at the end"
+    assert scored[-1] == 77
 
 
 def test_out_of_distribution_scores_come_from_the_data_outside():
