@@ -124,6 +124,7 @@ class TestLoaded:
         assert [len(x) for x, _ in draw(source, 0)] == [4, 4, 2]
         assert torch.cat([y for _, y in draw(source, 1)]).tolist() == list(range(10))
         assert source.steps(2) == range(6, 9)
+        assert (source.examples, source.batch_size) == (12, 4), "as if the last batch were full"
 
     @pytest.mark.parametrize("kind", [TensorDataset, Noisy])
     @pytest.mark.parametrize("own", [True, False])

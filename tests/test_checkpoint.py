@@ -264,15 +264,6 @@ class TestDamage:
         assert [name[:13] for name in names(tmp_path)] == ["step-00000001", "step-00000003"]
         assert_is(checkpoints.latest(), 3)
 
-    def test_damaged_ones_from_later_steps_do_not_outlive_new_ones(self, tmp_path):
-        for path in save(Checkpoints(tmp_path), 10, 30)[1:]:
-            truncate(path)
-        checkpoints = Checkpoints(tmp_path)
-        with pytest.warns(UserWarning, match="is damaged"):
-            assert_is(checkpoints.latest(), 10)
-        save(checkpoints, 11)
-        assert [name[:13] for name in names(tmp_path)] == ["step-00000010", "step-00000011"]
-
     def test_a_damaged_one_that_is_written_again_counts_again(self, tmp_path):
         checkpoints = Checkpoints(tmp_path)
         truncate(save(checkpoints, 1, 2)[1])
@@ -356,23 +347,6 @@ class TestFullDisk:
         monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(DiskFullError, match="then resume: the checkpoints written before are intact"):
             save(checkpoints, 2)
-
-    @pytest.mark.parametrize(
-        ("number", "kind"),
-        [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EIO, OSError)],
-    )
-    def test_by_error_number(self, tmp_path, monkeypatch, number, kind):
-        checkpoints = Checkpoints(tmp_path)
-        save(checkpoints, 1)
-
-        def fail(handle):
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match=os.strerror(number)) as caught:
-            save(checkpoints, 2)
-        assert (type(caught.value), caught.value.errno) == (kind, number)
-        assert_is(checkpoints.latest(), 1)
 
 
 # Imports once, then forks a run for every line that comes in: "<stage> <how many times to pass it before>".
@@ -504,18 +478,12 @@ class TestLock:
                 assert not (tmp_path / ".lock").read_bytes(), "nothing about this machine"
 
     def test_the_same_process_is_refused_too(self, tmp_path):
-        with locked(tmp_path / "new"):
-            with pytest.raises(FolderInUseError, match="in use by another process"), locked(tmp_path / "new"):
-                pass
-            with pytest.raises(FolderInUseError), locked(tmp_path / "new"):
-                pass
-        with locked(tmp_path / "new"):
+        folder = tmp_path / "new"
+        with locked(folder), pytest.raises(FolderInUseError, match="in use by another"), locked(folder):
             pass
-
-    def test_an_error_inside_lets_go(self, tmp_path):
-        with pytest.raises(ZeroDivisionError), locked(tmp_path):
+        with pytest.raises(ZeroDivisionError), locked(tmp_path / "new"):  # released, also by an error
             raise ZeroDivisionError
-        with locked(tmp_path):
+        with locked(tmp_path / "new"):
             pass
 
 
@@ -561,6 +529,7 @@ class TestSignals:
 
     def test_repeated_and_mixed(self):
         with Signals() as signals:
+            assert signals.received == ""
             signal.raise_signal(signal.SIGTERM)
             assert signals.received == "SIGTERM"
             signal.raise_signal(signal.SIGTERM)  # a scheduler may repeat itself
@@ -573,10 +542,6 @@ class TestSignals:
         with pytest.raises(ZeroDivisionError), Signals():
             raise ZeroDivisionError
         assert [signal.getsignal(number) for number in numbers] == before
-
-    def test_nothing_asked(self):
-        with Signals() as signals:
-            assert signals.received == ""
 
     def test_in_another_thread_it_does_nothing(self):
         before = signal.getsignal(signal.SIGINT)
