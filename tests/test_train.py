@@ -404,10 +404,6 @@ class TestEvaluation:
         loader = DataLoader(TensorDataset(images, targets), batch_size=3)
         assert evaluate(Ensemble(members), loader) == pytest.approx(scores)
 
-    def test_validation_needs_a_dataset(self):
-        with pytest.raises(TypeError, match=r"train must be a Dataset for recipe.validation > 0. Got tuple."):
-            fit(small(), data(), recipe=replace(RECIPE, validation=0.1), options=QUIET)
-
 
 class TestInputs:
     def test_a_loader_in_order_is_what_its_batches_are(self):
@@ -637,7 +633,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            (dict(recipe=replace(RECIPE, lr=0.06)), "recipe must be that of the run to resume"),
+            (
+                dict(recipe=replace(RECIPE, lr=0.5)),
+                r"recipe must be that of the run to resume, lr=0.05. Got lr=0.5.$",
+            ),
             (dict(seed=3), "seed must be that of the run to resume, 2. Got 3"),
         ],
     )
@@ -790,3 +789,46 @@ def test_the_page_on_training_runs(tmp_path, monkeypatch):
     assert {"telemetry.jsonl", "checkpoints"} <= {
         path.name for path in (tmp_path / "runs" / "digits").iterdir()
     }
+
+
+def test_evaluation_is_in_eval_mode_from_the_first_epoch():
+    class Spy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.seen = nn.Linear(4, 3), set()
+
+        def forward(self, x):
+            self.seen.add((self.training, len(x)))
+            return self.fc(x)
+
+    train, test = (torch.randn(8, 4), torch.randint(3, (8,))), (torch.randn(5, 4), torch.randint(3, (5,)))
+    ensemble = Ensemble(Spy, 1)
+    recipe = Recipe(method="ie", members=1, epochs=1, batch_size=8, lr=0.01)
+    fit(ensemble, train, recipe=recipe, test=test, options=QUIET)
+    seen = ensemble.members[0].seen
+    assert (False, 5) in seen
+    assert (True, 5) not in seen
+    assert (True, 8) in seen
+
+
+def test_what_is_chosen_by_is_not_the_test_set():
+    """With a validation share, the looks on the way are at the held-out part, never at the test set."""
+    train = cmcl.data.load("digits", split="train")[:200]
+    looked = []
+
+    class Watched(Ensemble):
+        def forward(self, x):
+            looked.append((self.training, len(x)))
+            return super().forward(x)
+
+    ensemble = Watched(
+        lambda: cmcl.networks.cnn(channels=1, size=8, filters=(2, 3), kernel=3, padding=1, hidden=None), 1
+    )
+    recipe = Recipe(method="ie", members=1, epochs=2, batch_size=50, lr=0.01, validation=0.2)
+    test = cmcl.data.load("digits", split="test")[:77]
+    fit(ensemble, train, recipe=recipe, test=test, options=Options(quiet=True, evaluate_every=1))
+    scored = [n for training, n in looked if not training]
+    assert scored[:3] == [2, 2, 2], "whether train, the held-out part and test fit"
+    assert len(scored) == 3 + 3
+    assert scored.count(77) == 1, "the test set once, at the end"
+    assert scored[-1] == 77

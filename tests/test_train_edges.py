@@ -1,19 +1,22 @@
 """The training loop at its edges: strange networks, uneven batches, signals to a whole group of processes."""
 
 import gc
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from cmcl import Ensemble, Recipe, fit, record
 from cmcl.data import Dataset, from_arrays
@@ -22,12 +25,12 @@ from cmcl.data.transforms import MeanStd
 from cmcl.training import Diverged, Interrupted, loop
 from cmcl.training.batches import Loaded
 from cmcl.training.cuda import Snapshot, check_in_place
+from cmcl.training.monitor import TelemetryFile
 from cmcl.training.preflight import preflight
 from cmcl.training.step import TrainState
 from test_train import (
     CLASSES,
     QUIET,
-    RECIPE,
     ROOT,
     before_step,
     data,
@@ -352,14 +355,6 @@ def test_rows_taken_for_channels_are_told():
     fit(flat(), named, recipe=LINEAR, options=QUIET)
 
 
-def test_another_recipe_is_told_by_what_differs(tmp_path):
-    stopped(tmp_path, 7)
-    with pytest.raises(ValueError) as error:  # noqa: PT011  (the whole text is compared)
-        go(tmp_path, resume=True, recipe=replace(RECIPE, lr=0.5))
-    kept = f"recipe must be that of the run to resume, lr={RECIPE.lr}. Got lr=0.5."
-    assert str(error.value) == kept
-
-
 def test_one_step_at_a_time_is_kept():
     """A graph holds its memory: that of the warm start must be gone before the next one is made."""
     made = []
@@ -435,3 +430,72 @@ def test_a_signal_to_the_whole_group_ends_workers_but_loses_nothing(tmp_path):
         _, error = child.communicate(timeout=120)
     assert "Interrupted: stopped by SIGTERM at step 2 of 20" in error
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+
+
+def test_what_was_learned_is_kept_when_scoring_fails(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise MemoryError("no room for the answers")
+
+    monkeypatch.setattr(loop, "evaluate", broken)
+    options = replace(QUIET, checkpoint_seconds=1e9)
+    given = {"recipe": LINEAR, "seed": 1, "test": data(), "options": options}
+    torch.manual_seed(0)
+    with pytest.raises(MemoryError):
+        fit(apart(), data(), **given, out=tmp_path)
+    assert list((tmp_path / "checkpoints").glob("step-00000010-*"))
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    whole = fit(apart(), data(), **given).rows
+    kept = [json.loads(line) for line in (tmp_path / "telemetry.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["seed"], row["loss"]) for row in kept] == [
+        (row["epoch"], row["seed"], row["loss"]) for row in whole
+    ]
+
+
+def test_what_was_learned_is_kept_when_telemetry_cannot_be_written(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(TelemetryFile, "write", broken)
+    with pytest.raises(OSError, match="gone"):
+        fit(apart(), data(), recipe=LINEAR, out=tmp_path, options=replace(QUIET, checkpoint_seconds=1e9))
+    assert list((tmp_path / "checkpoints").glob("step-00000005-*"))
+
+
+def test_no_worker_outlives_the_run():
+    train = DataLoader(TensorDataset(*data()), 8, num_workers=1)
+    gc.disable()
+    try:
+        fit(apart(), train, recipe=LINEAR, options=QUIET)
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
+
+
+def test_a_loader_that_ends_early_says_so():
+    class Short(IterableDataset):
+        def __len__(self):
+            return 40
+
+        def __iter__(self):
+            return iter(list(zip(*data(), strict=True))[:20])
+
+    with pytest.raises(ValueError, match="train must yield as many batches as its length says, 5. Got fewer"):
+        fit(apart(), DataLoader(Short(), 8), recipe=LINEAR, options=QUIET)
+
+
+def test_several_threads_may_ask_a_trained_ensemble():
+    """Batch statistics and dropout would make each answer another one, and change the statistics."""
+    images, targets = data()
+
+    def network():
+        layers = nn.Linear(25, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, CLASSES)
+        return nn.Sequential(nn.Flatten(), *layers)
+
+    ensemble = apart(network)
+    fit(ensemble, (images, targets), recipe=LINEAR, options=QUIET)
+    assert not any(module.training for module in ensemble.modules())
+    alone = ensemble.predict(images).probs
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda _: ensemble.predict(images).probs, range(40)))
+    assert all(torch.equal(answer, alone) for answer in answers)
