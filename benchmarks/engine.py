@@ -277,12 +277,14 @@ def make_step(
     """A step as `fit` makes it first, uncaptured, and its batches."""
     checks: dict[str, Any] = {"seed": 0, "task": None, "ignore_index": None, "options": options}
     plan = preflight(ensemble, data, None, recipe=recipe, **checks)
-    plan.place(ensemble)
+    ensemble.to(plan.device)
+    if plan.device.type == "cuda":
+        ensemble.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     plan.train_mode(ensemble)
-    batches = plan.batches(ensemble)
+    batches = plan.batches()
     assert isinstance(batches, Resident)
     batches.seek(0, 0)
-    state = TrainState(ensemble, plan.recipe, 0, plan.monitored_classes, plan.device)
+    state = TrainState(ensemble, plan.recipe, 0, plan.monitored_classes, recipe.steps or 1)
     return Step(state, batches, objective=plan.recipe.objective, **how), batches
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from cmcl import Ensemble, Options, Recipe, fit
 from cmcl.training.batches import Resident
@@ -19,9 +18,9 @@ RECIPE = Recipe(method="ie", members=2, steps=10, batch_size=8, lr=0.05, adversa
 
 def adversarial_logits(ensemble, x, y, epsilon, task=None, ignore_index=None):
     cpu = torch.device("cpu")
-    state = TrainState(ensemble, RECIPE, 0, 3, cpu)
-    objective = RECIPE.objective | {"task": task}
-    step = Step(state, Resident(x, y, 8, 0, cpu), objective=objective, ignore_index=ignore_index)
+    state = TrainState(ensemble, RECIPE, 0, 3, 10)
+    objective = RECIPE.objective | {"task": task, "ignore_index": ignore_index}
+    step = Step(state, Resident(x, y, 8, 0, cpu), objective=objective)
     return step.adversarial_logits(x, y, epsilon)
 
 
@@ -54,31 +53,13 @@ def attack(member, x, y, epsilon):
 
 
 class TestLogits:
-    @pytest.mark.parametrize("epsilon", [0.0, 0.3])
+    @pytest.mark.parametrize("epsilon", [torch.tensor(0.3), torch.linspace(0, 1, 6)], ids=["one", "by input"])
     def test_by_hand(self, epsilon):
         ensemble, (x, y) = build(), data()
-        clean, attacked = adversarial_logits(ensemble, x, y, torch.tensor(epsilon))
+        clean, attacked = adversarial_logits(ensemble, x, y, epsilon)
         for m, member in enumerate(ensemble.members):
             torch.testing.assert_close(clean[m], member(x))
             torch.testing.assert_close(attacked[m], member(attack(member, x, y, epsilon)))
-
-    def test_a_step_for_each_input_value(self):
-        ensemble, (x, y) = build(), data()
-        epsilon = torch.linspace(0, 1, 6)
-        _, attacked = adversarial_logits(ensemble, x, y, epsilon)
-        member = ensemble.members[0]
-        torch.testing.assert_close(attacked[0], member(attack(member, x, y, epsilon)))
-
-    def test_it_hurts_each_member_more_than_the_others_attack(self):
-        ensemble, (x, y) = build(), data(200)
-        clean, attacked = adversarial_logits(ensemble, x, y, torch.tensor(0.2))
-        losses = [
-            [F.cross_entropy(member(attack(other, x, y, 0.2)), y) for other in ensemble.members]
-            for member in ensemble.members
-        ]
-        for m in range(2):
-            assert F.cross_entropy(attacked[m], y) > F.cross_entropy(clean[m], y)
-            assert losses[m][m] > losses[m][1 - m]
 
     def test_gradients_reach_the_weights_once_and_not_through_the_attack(self):
         ensemble, (x, y) = build(), data()
@@ -94,18 +75,6 @@ class TestLogits:
 
 class TestAnyNetworkAnyTask:
     """What trains without an attack trains with it."""
-
-    def test_logits_in_a_dict(self):
-        class Named(Net):
-            def forward(self, x):
-                return {"features": x, "logits": super().forward(x)}
-
-        torch.manual_seed(0)
-        named, (x, y) = Ensemble(Named, 2, output=lambda out: out["logits"]), data()
-        for ours, theirs in zip(
-            *(adversarial_logits(e, x, y, EPSILON) for e in (named, build())), strict=True
-        ):
-            assert ours.equal(theirs)
 
     def test_pixels_to_ignore(self):
         """An image (2, 5) under a 1x1 convolution: a pixel's attack is its own, and none where it is ignored."""
@@ -167,13 +136,6 @@ class TestTraining:
         for ours_p, theirs_p, clean_p in zip(*(e.parameters() for e in (ours, theirs, clean)), strict=True):
             torch.testing.assert_close(ours_p, theirs_p, rtol=1e-5, atol=1e-5)
             assert not torch.allclose(ours_p, clean_p, atol=1e-3)
-
-    def test_a_loader_has_no_range(self):
-        loader = DataLoader(TensorDataset(*data()), batch_size=8)
-        with pytest.raises(
-            TypeError, match="train must be tensors for adversarial training. Got a DataLoader"
-        ):
-            fit(build(), loader, recipe=RECIPE, options=QUIET)
 
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles

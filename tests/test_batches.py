@@ -20,7 +20,7 @@ def take(source, epoch, first=None):
     steps = source.steps(epoch)
     first = steps.start if first is None else first
     rows = []
-    for size in source.epoch(epoch, first):
+    for size in source.epoch(epoch, range(first, steps.stop)):
         images, targets = source.current()
         assert len(targets) == size
         assert (images.flatten().long() % 7).equal(targets)
@@ -106,7 +106,7 @@ def draw(source, epoch, first=None):
     steps = source.steps(epoch)
     first = steps.start if first is None else first
     batches = []
-    for size in source.epoch(epoch, first):
+    for size in source.epoch(epoch, range(first, steps.stop)):
         batches.append(source.current())
         assert len(batches[-1][1]) == size
     return batches
@@ -124,6 +124,7 @@ class TestLoaded:
         assert [len(x) for x, _ in draw(source, 0)] == [4, 4, 2]
         assert torch.cat([y for _, y in draw(source, 1)]).tolist() == list(range(10))
         assert source.steps(2) == range(6, 9)
+        assert (source.examples, source.batch_size) == (12, 4), "as if the last batch were full"
 
     @pytest.mark.parametrize("kind", [TensorDataset, Noisy])
     @pytest.mark.parametrize("own", [True, False])

@@ -154,20 +154,20 @@ class TestFiles:
     def test_none_yet(self, tmp_path):
         assert Checkpoints(tmp_path / "new" / "folder").latest() is None
 
-    @pytest.mark.parametrize("keep", [1, 2, 3])
-    def test_the_last_are_kept(self, tmp_path, keep):
-        checkpoints = Checkpoints(tmp_path, keep)
+    def test_the_last_two_are_kept(self, tmp_path):
+        checkpoints = Checkpoints(tmp_path)
         paths = save(checkpoints, *range(0, 50, 10))
-        assert names(tmp_path) == [path.name for path in paths[-keep:]]
+        assert names(tmp_path) == [path.name for path in paths[-2:]]
         assert_is(checkpoints.latest(), 40)
 
     def test_the_old_go_only_after_the_new_is_there(self, tmp_path, monkeypatch):
-        checkpoints = Checkpoints(tmp_path, 1)
-        save(checkpoints, 1)
+        checkpoints = Checkpoints(tmp_path)
+        save(checkpoints, 0, 1)
         seen = []
         unlink = Path.unlink
         monkeypatch.setattr(Path, "unlink", lambda p, **o: (seen.append(names(tmp_path)), unlink(p, **o)))
         save(checkpoints, 2)
+        assert seen
         assert all(any(name.startswith("step-00000002") for name in there) for there in seen)
 
     def test_more_than_eight_digits(self, tmp_path):
@@ -175,33 +175,13 @@ class TestFiles:
         save(checkpoints, 99_999_999, 100_000_000)
         assert_is(checkpoints.latest(), 100_000_000)
 
-    def test_the_same_step_again_takes_the_place_of_the_first(self, tmp_path):
-        checkpoints = Checkpoints(tmp_path)
-        save(checkpoints, 1, 2)
-        checkpoints.save(content(2), facts(2, task="other"))
-        assert checkpoints.latest().facts.task == "other"
-        assert [name[:13] for name in names(tmp_path)] == ["step-00000001", "step-00000002"]
-
-    def test_what_a_killed_process_left_is_removed_and_nothing_else(self, tmp_path):
-        save(Checkpoints(tmp_path), 1)
-        foreign = {
-            ".other.part": b"",
-            "notes.txt": b"",
-            "step-1.safetensors": b"",
-            "step-00000009-x.part": b"",
-        }
-        for name, data in foreign.items():
-            (tmp_path / name).write_bytes(data)
-        (tmp_path / ".step-00000002-0123456789ab.safetensors.k3j.part").write_bytes(b"half")
-        checkpoints = Checkpoints(tmp_path)
-        save(checkpoints, 2, 3)
+    def test_other_files_stay(self, tmp_path):
+        foreign = {".other.part", "notes.txt", "step-1.safetensors", "step-00000009-x.part"}
+        for name in foreign:
+            (tmp_path / name).write_bytes(b"")
+        save(Checkpoints(tmp_path), 1, 2, 3)
         assert len(names(tmp_path)) == 2 + len(foreign)
-        assert foreign.keys() <= set(names(tmp_path))
-
-    @pytest.mark.parametrize(("keep", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
-    def test_keep(self, tmp_path, keep, error):
-        with pytest.raises(error, match="keep must be"):
-            Checkpoints(tmp_path, keep)
+        assert foreign <= set(names(tmp_path))
 
 
 def truncate(path):
@@ -283,16 +263,6 @@ class TestDamage:
         save(checkpoints, 3)
         assert [name[:13] for name in names(tmp_path)] == ["step-00000001", "step-00000003"]
         assert_is(checkpoints.latest(), 3)
-
-    def test_damaged_ones_from_later_steps_do_not_outlive_new_ones(self, tmp_path):
-        for path in save(Checkpoints(tmp_path, 3), 10, 20, 30)[1:]:
-            truncate(path)
-        checkpoints = Checkpoints(tmp_path)
-        with pytest.warns(UserWarning, match="is damaged") as caught:
-            assert_is(checkpoints.latest(), 10)
-        assert len(caught) == 2
-        save(checkpoints, 11)
-        assert [name[:13] for name in names(tmp_path)] == ["step-00000010", "step-00000011"]
 
     def test_a_damaged_one_that_is_written_again_counts_again(self, tmp_path):
         checkpoints = Checkpoints(tmp_path)
@@ -378,23 +348,6 @@ class TestFullDisk:
         with pytest.raises(DiskFullError, match="then resume: the checkpoints written before are intact"):
             save(checkpoints, 2)
 
-    @pytest.mark.parametrize(
-        ("number", "kind"),
-        [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EIO, OSError)],
-    )
-    def test_by_error_number(self, tmp_path, monkeypatch, number, kind):
-        checkpoints = Checkpoints(tmp_path)
-        save(checkpoints, 1)
-
-        def fail(handle):
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(os, "fsync", fail)
-        with pytest.raises(OSError, match=os.strerror(number)) as caught:
-            save(checkpoints, 2)
-        assert (type(caught.value), caught.value.errno) == (kind, number)
-        assert_is(checkpoints.latest(), 1)
-
 
 # Imports once, then forks a run for every line that comes in: "<stage> <how many times to pass it before>".
 # At that stage the run says where it is and waits for the kill, so that where the kill lands is certain.
@@ -474,11 +427,13 @@ class TestKill:
             assert len(list(tmp_path.glob("*.part"))) == (0 if whole else 1), (
                 "the kill landed inside the write"
             )
+            for part in tmp_path.glob("*.part"):  # as `RunFolder` does
+                part.unlink()
+            checkpoints = Checkpoints(tmp_path)
             if step:
-                assert_is(Checkpoints(tmp_path).latest(), step)
-            assert not list(tmp_path.glob("*.part"))
+                assert_is(checkpoints.latest(), step)
             assert len(names(tmp_path)) <= 3
-        save(Checkpoints(tmp_path), step + 1)
+        save(checkpoints, step + 1)
         assert_is(Checkpoints(tmp_path).latest(), step + 1)
         assert len(names(tmp_path)) == 2
 
@@ -523,18 +478,12 @@ class TestLock:
                 assert not (tmp_path / ".lock").read_bytes(), "nothing about this machine"
 
     def test_the_same_process_is_refused_too(self, tmp_path):
-        with locked(tmp_path / "new"):
-            with pytest.raises(FolderInUseError, match="in use by another process"), locked(tmp_path / "new"):
-                pass
-            with pytest.raises(FolderInUseError), locked(tmp_path / "new"):
-                pass
-        with locked(tmp_path / "new"):
+        folder = tmp_path / "new"
+        with locked(folder), pytest.raises(FolderInUseError, match="in use by another"), locked(folder):
             pass
-
-    def test_an_error_inside_lets_go(self, tmp_path):
-        with pytest.raises(ZeroDivisionError), locked(tmp_path):
+        with pytest.raises(ZeroDivisionError), locked(tmp_path / "new"):  # released, also by an error
             raise ZeroDivisionError
-        with locked(tmp_path):
+        with locked(tmp_path / "new"):
             pass
 
 
@@ -580,6 +529,7 @@ class TestSignals:
 
     def test_repeated_and_mixed(self):
         with Signals() as signals:
+            assert signals.received == ""
             signal.raise_signal(signal.SIGTERM)
             assert signals.received == "SIGTERM"
             signal.raise_signal(signal.SIGTERM)  # a scheduler may repeat itself
@@ -592,10 +542,6 @@ class TestSignals:
         with pytest.raises(ZeroDivisionError), Signals():
             raise ZeroDivisionError
         assert [signal.getsignal(number) for number in numbers] == before
-
-    def test_nothing_asked(self):
-        with Signals() as signals:
-            assert signals.received == ""
 
     def test_in_another_thread_it_does_nothing(self):
         before = signal.getsignal(signal.SIGINT)

@@ -109,28 +109,20 @@ class Draws:
         self.labels.copy_(labels)
 
 
-def train(ensemble, data, recipe, *, compile=False, capture=False, given=False, steps=STEPS, epsilon=None):
+def train(ensemble, data, recipe, *, compile=False, capture=False, given=False, steps=STEPS):
     """20 steps as the loop takes them, on masks and labels that are handed in, or drawn by the step."""
     images, targets = (tensor.cuda() for tensor in data)
     images = images.to(next(ensemble.parameters()).dtype)
     source = Resident(images, targets, recipe.batch_size, 0, torch.device("cuda"))
     classes = 10 if targets.ndim == 1 else 1
-    state = TrainState(ensemble, recipe, 0, classes, torch.device("cuda"))
-    objective, draws = recipe.objective, None
+    state = TrainState(ensemble, recipe, 0, classes, STEPS)
+    objective, draws = recipe.objective | {"ignore_index": 255 if targets.ndim > 1 else None}, None
     if given:
         draws = Draws(ensemble, images, targets, 10 if targets.ndim == 1 else 2)
         ensemble.share = partial(ensemble.share, masks=draws.masks)
         objective = objective | {"labels": draws.labels}
         draws.draw(0)
-    step = Step(
-        state,
-        source,
-        objective=objective,
-        ignore_index=255 if targets.ndim > 1 else None,
-        compile=compile,
-        streams=capture,
-        epsilon=epsilon,
-    )
+    step = Step(state, source, objective=objective, compile=compile, streams=capture)
     torch.cuda.manual_seed(1)
     set_lr(state.optimizer, recipe.lr)
     source.seek(0, 0)
@@ -231,7 +223,7 @@ def test_every_replay_draws_anew_and_as_often_as_said():
     images, targets = torch.zeros(N, 400, device="cuda"), torch.zeros(N, dtype=torch.long, device="cuda")
     recipe = Recipe(members=2, steps=STEPS, batch_size=B, lr=1e-6, labels="sampled")
     source = Resident(images, targets, B, 0, torch.device("cuda"))
-    state = TrainState(ensemble, recipe, 0, 10, torch.device("cuda"))
+    state = TrainState(ensemble, recipe, 0, 10, STEPS)
     step = Step(state, source, objective=recipe.objective, compile=True, streams=True)
     # the statistics of a step that broke are put back, and so `seen` is only what a good step leaves
     source.seek(0, 0)
@@ -250,7 +242,7 @@ def test_the_captured_loop_never_waits_for_the_device():
     ensemble = build()
     images, targets = (tensor.cuda() for tensor in examples())
     source = Resident(images, targets, B, 0, torch.device("cuda"))
-    state = TrainState(ensemble, RECIPE, 0, 10, torch.device("cuda"))
+    state = TrainState(ensemble, RECIPE, 0, 10, STEPS)
     step = Step(state, source, objective=RECIPE.objective, streams=True)
     source.seek(0, 0)
     captured = Captured(step)
@@ -273,16 +265,14 @@ class TestAdversarial:
     def test_captured_as_eager(self, compile):
         torch.compiler.reset()
         recipe = Recipe(method="ie", members=M, steps=STEPS, batch_size=B, lr=1e-5, adversarial=0.05)
-        data = examples()
-        epsilon = (0.05 * (data[0].amax(0) - data[0].amin(0))).cuda().double()
 
-        def weights(**how):
-            return train(build(share=False, dtype=torch.float64), data, recipe, **how).weights
+        def weights(recipe, **how):
+            return train(build(share=False, dtype=torch.float64), examples(), recipe, **how).weights
 
         start = learned(build(share=False, dtype=torch.float64))
-        eager, clean = weights(epsilon=epsilon), weights()
+        eager, clean = weights(recipe), weights(replace(recipe, adversarial=0.0))
         with only_our_warnings():
-            captured = weights(epsilon=epsilon, capture=True, compile=compile)
+            captured = weights(recipe, capture=True, compile=compile)
         apart = distance(captured, eager, start)
         print(f"compile={compile}: {apart:.1e} of the way")  # noqa: T201
         assert apart < CLOSE64

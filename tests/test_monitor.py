@@ -139,68 +139,67 @@ class TestDivergence:
         assert monitor.diverged.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.filterwarnings("ignore:.*won under a tenth")
 class TestDeadMembers:
     # 4 members, overlap 1: the fair share is 0.25, a tenth of it 0.025.
+    def dead(self, monitor, fractions):
+        row = {"specialist_fraction": fractions}
+        monitor.find_dead_members(row)
+        return row.get("dead_members", [])
+
     def test_after_three_epochs_and_once(self):
         monitor = Monitor(4, 1, 1, CPU)
-        fractions = [0.5, 0.4, 0.08, 0.02]
-        assert [monitor.dead_members(fractions) for _ in range(6)] == [[], [], [3], [], [], []]
+        with pytest.warns(UserWarning, match="won under a tenth") as seen:
+            found = [self.dead(monitor, [0.5, 0.4, 0.08, 0.02]) for _ in range(6)]
+        assert (found, len(seen)) == ([[], [], [3], [], [], []], 1)
 
     def test_again_only_after_it_recovered(self):
         monitor = Monitor(2, 1, 1, CPU)
-        told = [monitor.dead_members([1 - f, f]) for f in (0, 0, 0, 0, 0.3, 0, 0, 0.3, 0, 0, 0)]
-        assert told == [[], [], [1], [], [], [], [], [], [], [], [1]]
+        found = [self.dead(monitor, [1 - f, f]) for f in (0, 0, 0, 0, 0.3, 0, 0, 0.3, 0, 0, 0)]
+        assert found == [[], [], [1], [], [], [], [], [], [], [], [1]]
 
     def test_the_border_and_the_overlap(self):
         for fraction, dead in ((0.05, []), (0.049, [1])):  # a tenth is not under a tenth
             monitor = Monitor(2, 1, 1, CPU)
-            assert [monitor.dead_members([0.9, fraction]) for _ in range(3)][-1] == dead
+            assert [self.dead(monitor, [0.9, fraction]) for _ in range(3)][-1] == dead
         for overlap, dead in ((1, [3]), (3, [2, 3])):  # 0.025 and 0.075
             monitor = Monitor(4, 1, overlap, CPU)
-            assert [monitor.dead_members([1.0, 0.93, 0.07, 0.0]) for _ in range(3)][-1] == dead
-
-    def test_the_warning(self):
-        text = Monitor(5, 1, 2, CPU).dead_warning([1, 3])
-        assert text.startswith("Members 1, 3 won under a tenth of the fair share (40% of the examples)")
-        assert all(hint in text for hint in ("larger overlap", "smaller beta", "warm start"))
+            assert [self.dead(monitor, [1.0, 0.93, 0.07, 0.0]) for _ in range(3)][-1] == dead
 
 
-def epochs(path):
-    return [json.loads(line)["epoch"] for line in path.read_text().splitlines()]
+def steps(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
 def written(tmp_path):
     path = tmp_path / "telemetry.jsonl"
     file = TelemetryFile(path)
-    for epoch in range(1, 6):
-        file.write({"epoch": epoch, "loss": 1 / epoch, "name": "é\u2028"})
-        assert epochs(path) == list(range(1, epoch + 1)), "on the disk at once"
+    for step in (10, 20, 30):
+        file.write({"epoch": step // 10, "step": step, "name": "é\u2028"})
+    assert steps(path) == [10, 20, 30]
     return path
 
 
 class TestFile:
-    @pytest.mark.parametrize("epoch", [0, 1, 2.5, 5, 9])
-    def test_resumed_without_later_rows(self, written, epoch):
-        file = TelemetryFile(written, epoch=epoch)
-        kept = list(range(1, min(int(epoch), 5) + 1))
-        assert epochs(written) == kept
-        file.write({"epoch": 10})
-        assert epochs(written) == [*kept, 10]
+    @pytest.mark.parametrize(("step", "kept"), [(0, []), (10, [10]), (25, [10, 20]), (99, [10, 20, 30])])
+    def test_resumed_without_later_rows(self, written, step, kept):
+        TelemetryFile(written, step=step).write({"epoch": 9, "step": 100})
+        assert steps(written) == [*kept, 100]
 
     @pytest.mark.parametrize("cut", [1, 2, 9, 23])
     def test_a_torn_last_line(self, written, cut):
         written.write_bytes(written.read_bytes()[:-cut])
-        TelemetryFile(written, epoch=5).write({"epoch": 6})
-        assert epochs(written) == [1, 2, 3, 4, *([5] if cut == 1 else []), 6]
+        TelemetryFile(written, step=30).write({"epoch": 4, "step": 40})
+        assert steps(written) == [10, 20, *([30] if cut == 1 else []), 40]
 
     @pytest.mark.parametrize(
-        "line", [b"\xff\xfe", b"7", b"null", b'{"loss": 1}', b'{"epoch": null}', b"[" * 9999]
+        "line", [b"\xff\xfe", b"7", b"null", b'{"loss": 1}', b'{"step": null}', b"[" * 9999]
     )
     def test_lines_that_are_no_rows(self, written, line):
         written.write_bytes(written.read_bytes() + line + b"\n")
-        TelemetryFile(written, epoch=3)
-        assert epochs(written) == [1, 2, 3]
+        TelemetryFile(written, step=99)
+        assert steps(written) == [10, 20, 30]
 
     def test_numbers_that_json_does_not_have(self, tmp_path):
         file = TelemetryFile(tmp_path / "t.jsonl")
@@ -214,11 +213,11 @@ class TestFile:
 
         monkeypatch.setattr("os.fsync", killed)
         with pytest.raises(KeyboardInterrupt):
-            TelemetryFile(written, epoch=2)
-        assert epochs(written) == [1, 2, 3, 4, 5]
+            TelemetryFile(written, step=20)
+        assert steps(written) == [10, 20, 30]
 
     def test_a_full_disk(self, written, monkeypatch):
-        file = TelemetryFile(written, epoch=5)
+        file = TelemetryFile(written, step=30)
 
         def full(*_, **__):
             raise OSError(28, "No space left on device")
@@ -243,20 +242,13 @@ class TestTensorBoard:
         path, board = tmp_path / "t.jsonl", tmp_path / "board"
         file = TelemetryFile(path, tensorboard=board)
         for epoch in (1, 2, 3):
-            file.write(
-                {
-                    "epoch": epoch,
-                    "seed": 4,
-                    "wins": [0.25, epoch],
-                    "kl": {"a": 2.0},
-                    "name": "x",
-                    "top1": None,
-                }
-            )
+            row = {"epoch": epoch, "seed": 4, "wins": [0.25, epoch], "kl": {"a": 2.0}, "top1": None}
+            file.write(row | {"step": 5 * epoch})
         file.close()
         expected = {("wins/0", e): 0.25 for e in (1, 2, 3)} | {("wins/1", e): e for e in (1, 2, 3)}
+        expected |= {("step", e): 5 * e for e in (1, 2, 3)}
         assert self.shown(board) == expected | {("kl/a", e): 2.0 for e in (1, 2, 3)}
-        file = TelemetryFile(path, tensorboard=board, epoch=1.5)
+        file = TelemetryFile(path, tensorboard=board, step=7)
         file.write({"epoch": 2, "wins": [0.25, 9.0]})
         file.close()
         assert {k: v for k, v in self.shown(board).items() if k[0] == "wins/1"} == {

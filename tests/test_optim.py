@@ -79,3 +79,12 @@ def test_biases_stay_free():
     layer = nn.Linear(6, 4)
     parametrize.register_parametrization(layer, "bias", nn.Identity())
     assert decayed(lambda: layer) == {"weight"}
+
+
+def test_parameters_that_are_shared_or_frozen():
+    """A shared weight is there once, a frozen one is left out."""
+    member = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    member[1].weight = member[0].weight
+    member[2].requires_grad_(False)
+    optimizer = make_optimizer(Ensemble([member, nn.Linear(4, 4)]), RECIPE)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]

@@ -34,18 +34,25 @@ class TestData:
     def test_something_to_learn_from(self, train):
         with pytest.raises(TypeError, match="train must be a Dataset, a pair .* or a DataLoader"):
             fit(apart(), train, recipe=LINEAR, options=QUIET)
+        if train is not None:
+            with pytest.raises(TypeError, match="test must be a Dataset, a pair .* or a DataLoader"):
+                fit(apart(), data(), recipe=LINEAR, test=train, options=QUIET)
+
+    @pytest.mark.parametrize("field", ["adversarial", "validation"])
+    def test_settings_that_need_tensors(self, field):
+        with pytest.raises(TypeError, match=f"train must be .*{field}.* Got"):
+            fit(apart(), loader(*data()), recipe=replace(LINEAR, **{field: 0.1}), options=QUIET)
 
     def test_examples_that_the_networks_take(self):
         images, targets = data()
-        with pytest.raises(ValueError, match=r"must accept an example of train. Got torch.float64 of shape"):
-            fit(apart(), (images.double(), targets), recipe=LINEAR, options=QUIET)
-        with pytest.raises(ValueError, match=r"compute in float32: convert by images.float\(\)\.$"):
-            fit(apart(), (images.double(), targets), recipe=LINEAR, options=QUIET)
+        double = images.double(), targets
         with pytest.raises(
-            ValueError, match=r"test must .* compute in float32: convert by images.float\(\)\.$"
+            ValueError, match=r"train must .*.float64 .*convert by images.to\(torch.float32\)"
         ):
-            fit(apart(), data(), recipe=LINEAR, test=(images.double(), targets), options=QUIET)
-        with pytest.raises(ValueError, match=r"compute in float64: convert by images.double\(\)\.$"):
+            fit(apart(), double, recipe=LINEAR, options=QUIET)
+        with pytest.raises(ValueError, match=r"test must .*.float64 .*convert by images.to\(torch.float32\)"):
+            fit(apart(), data(), recipe=LINEAR, test=double, options=QUIET)
+        with pytest.raises(ValueError, match=r"convert by images.to\(torch.float64\)"):
             fit(apart().double(), data(), recipe=LINEAR, options=QUIET)
         with pytest.raises(ValueError, match=r"of shape \(1, 5, 4\) and this error: .*mat1 and mat2.*\.$"):
             fit(apart(), (images[..., 1:], targets), recipe=LINEAR, options=QUIET)
@@ -121,29 +128,25 @@ class TestLabels:
             fit(apart(), train, recipe=LINEAR, task=doubled, options=QUIET)
 
 
-class TestRawLoaders:
-    def test_go_through_the_transform(self):
-        """As the same images do that come as tensors."""
-        images = torch.randint(256, (40, 1, 5, 5), dtype=torch.uint8)
-        targets = data()[1]
-        raw, ready = apart(), apart()
-        raw.transform = MeanStd().fit(images)
-        fit(raw, loader(images, targets), recipe=LINEAR, options=QUIET)
-        fit(ready, loader(raw.transform.transform(images), targets), recipe=LINEAR, options=QUIET)
-        assert identical(weights(raw), weights(ready))
+def test_raw_images_of_a_loader():
+    """They go through the transform; without one, networks take them as they are."""
+    images, targets = torch.randint(256, (40, 1, 5, 5), dtype=torch.uint8), data()[1]
+    raw, ready = apart(), apart()
+    raw.transform = MeanStd().fit(images)
+    fit(raw, loader(images, targets), recipe=LINEAR, options=QUIET)
+    fit(ready, loader(raw.transform.transform(images), targets), recipe=LINEAR, options=QUIET)
+    assert identical(weights(raw), weights(ready))
 
-    def test_without_one_the_networks_take_them_as_they_are(self):
-        class Scaled(nn.Sequential):
-            def forward(self, x):
-                return super().forward(x.float() / 255)
+    class Scaled(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.float() / 255)
 
-        images, targets = torch.randint(256, (40, 1, 5, 5), dtype=torch.uint8), data()[1]
-        raw, ready = apart(lambda: Scaled(*linear())), apart()
-        fit(raw, loader(images, targets), recipe=LINEAR, options=QUIET)
-        fit(ready, loader(images.float() / 255, targets), recipe=LINEAR, options=QUIET)
-        assert identical(weights(raw), weights(ready))
-        with pytest.raises(ValueError, match=r"must accept an example of train. Got torch.uint8 of shape"):
-            fit(apart(), loader(images, targets), recipe=LINEAR, options=QUIET)
+    raw, ready = apart(lambda: Scaled(*linear())), apart()
+    fit(raw, loader(images, targets), recipe=LINEAR, options=QUIET)
+    fit(ready, loader(images.float() / 255, targets), recipe=LINEAR, options=QUIET)
+    assert identical(weights(raw), weights(ready))
+    with pytest.raises(ValueError, match=r"networks accept. Got torch.uint8 of shape"):
+        fit(apart(), loader(images, targets), recipe=LINEAR, options=QUIET)
 
 
 class TestScoredData:
@@ -179,10 +182,6 @@ class TestScoredData:
         ensemble = cmcl.Ensemble(lambda: cmcl.networks.fcn(filters=(3, 4)), 2)
         recipe = Recipe(members=2, epochs=1, batch_size=4, lr=0.1)
         assert fit(ensemble, (images, masks), recipe=recipe, test=(images, masks), options=QUIET).scores
-
-    def test_what_kind(self):
-        with pytest.raises(TypeError, match="test must be a Dataset"):
-            fit(apart(), data(), recipe=LINEAR, test=TensorDataset(*data()), options=QUIET)
 
     def test_looking_draws_nothing(self):
         """Masks at test time come from torch's generator, which others use."""
@@ -375,7 +374,7 @@ class TestArrays:
                 fit(apart(), (data()[0], targets), recipe=LINEAR, options=QUIET)
 
     def test_numbers_to_regress(self):
-        with pytest.raises(TypeError, match="fit is for classification. Got a torch.float32"):
+        with pytest.raises(TypeError, match="Got a torch.float32 .*classification"):
             fit(apart(), (data()[0], torch.rand(40)), recipe=LINEAR, options=QUIET)
 
     def test_uint8_tokens_are_ordinary_inputs(self):

@@ -253,10 +253,10 @@ def test_a_device_that_cannot_compute():
     [
         ({"network": "resnet21"}, "recipe.network must be a known name. Got 'resnet21'. .* 'resnet20'"),
         ({"preprocess": "foo"}, "recipe.preprocess must be a known name. Got 'foo'. Valid names: mean_std"),
-        ({"data": "shapes"}, "must accept an example .*3, 64, 64"),
+        ({"data": "shapes"}, "networks accept. .*3, 64, 64"),
         (
             {"network": "fcn", "network_options": {"channels": 1, "filters": [2, 4]}},
-            "class per example, .* Got a class per pixel",
+            "targets must have shape \\(2, 8, 8\\)",
         ),
         (
             {"network_options": {"expected_pooling": "False"}},

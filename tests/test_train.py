@@ -28,10 +28,11 @@ from cmcl import Ensemble, Options, Recipe, evaluate, fit
 from cmcl._files import DiskFullError
 from cmcl.data import Dataset
 from cmcl.pretrained import SharedStemEnsemble
-from cmcl.training import Diverged, Interrupted, loop
+from cmcl.training import Diverged, Interrupted
 from cmcl.training import step as engine_step
 from cmcl.training.checkpoint import Checkpoints, FolderInUseError, locked
 from cmcl.training.preflight import fitting
+from cmcl.training.step import TrainState
 
 ROOT = Path(__file__).parents[1]
 N, B, M, CLASSES = 40, 8, 3, 4  # 5 steps an epoch
@@ -235,28 +236,19 @@ class TestDeadMembers:
         images, _ = data()
         train = images, torch.arange(N) % 3  # never the stubborn member's answer
         with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+            warnings.simplefilter("default")
             rows = fit(self.build(), train, recipe=recipe, seed=9, out=out, resume=resume, options=QUIET).rows
         return [row.get("dead_members") for row in rows], [str(w.message) for w in seen]
 
     def test_the_alarm_sounds_once_with_what_to_try(self):
         """Also in a quiet run."""
-        dead, (told,) = self.run()
+        self.run()
+        dead, (told,) = self.run()  # again in the next run: Python shows an equal warning only once
         assert dead == [None, None, [1], None, None, None]
         assert told.startswith(
-            "Member 1 won under a tenth of the fair share (50% of the examples) for 3 epochs"
+            "member [1] won under a tenth of the fair share (50% of the examples) for 3 ep"
         )
-        assert "Try a larger overlap" in told
-
-    def test_it_sounds_again_in_the_next_run(self):
-        """Python tells an equal warning from one line only once in a process."""
-        images, _ = data()
-        recipe = Recipe(members=2, epochs=3, batch_size=B, lr=0.1)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("default")
-            for _ in range(2):
-                fit(self.build(), (images, torch.arange(N) % 3), recipe=recipe, seed=9, options=QUIET)
-        assert len([w for w in seen if "won under a tenth" in str(w.message)]) == 2
+        assert all(hint in told for hint in ("larger overlap", "smaller beta", "warm start"))
 
     def test_a_resumed_run_goes_on_counting(self, tmp_path):
         second = N // B + 1  # a step of the second epoch
@@ -297,7 +289,7 @@ class TestRecipes:
         assert result.scores["oracle"] <= result.scores["top1"]
 
     def test_what_does_not_fit_the_ensemble(self):
-        with pytest.raises(ValueError, match=r"recipe.members must be 3, as in the ensemble. Got 5."):
+        with pytest.raises(ValueError, match=r"recipe.members must be 3, .* Got 5"):
             fit(small(), data(), recipe=replace(RECIPE, members=5))
         with pytest.raises(TypeError, match="ensemble must be a cmcl.Ensemble. Got list"):
             fit([small(), small(1)], data(), recipe=RECIPE)
@@ -308,12 +300,10 @@ class TestRecipes:
             fit(small(), (images, targets + (targets == 3)), recipe=RECIPE, options=QUIET)
         with pytest.raises(ValueError, match="precision must be"):
             Options(precision="float8")
-        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.7, as in the ensemble. Got 0.2."):
+        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.7, .* Got 0.2"):
             fit(small(), data(), recipe=replace(RECIPE, share_prob=0.2), options=QUIET)
         apart = cmcl.Ensemble(list(small().members))
-        with pytest.raises(
-            ValueError, match=r"recipe.sharing must be False: the ensemble has no share_after."
-        ):
+        with pytest.raises(ValueError, match="recipe.sharing must be False, .*share_after=None"):
             fit(apart, data(), recipe=RECIPE, options=QUIET)
 
 
@@ -336,28 +326,20 @@ class TestSharing:
         assert identical(weights(open_one), weights(said))
         kept = Checkpoints(tmp_path / "checkpoints").latest().facts.recipe
         assert kept == replace(self.OPEN, sharing=True).to_json()
-
-    def test_left_open_and_not_shared(self, tmp_path):
-        fit(Ensemble(Small, M), data(), recipe=self.OPEN, out=tmp_path, options=QUIET)
-        kept = Checkpoints(tmp_path / "checkpoints").latest().facts.recipe
-        assert kept == replace(self.OPEN, sharing=False).to_json()
+        assert fitting(self.OPEN, Ensemble(Small, M)) == replace(self.OPEN, sharing=False)
 
     def test_the_probability_of_ones_own_ensemble(self):
         own = Ensemble(Small, M, share_after="stem", share_prob=0.4)
         assert fitting(self.OPEN, own) == replace(self.OPEN, sharing=True, share_prob=0.4)
         assert fitting(replace(self.OPEN, share_prob=0.4), own).share_prob == 0.4
-        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.4, as in the ensemble. Got 0.2."):
+        with pytest.raises(ValueError, match=r"recipe.share_prob must be 0.4, .* Got 0.2"):
             fitting(replace(self.OPEN, share_prob=0.2), own)
 
     def test_an_ablation_that_would_change_nothing_is_refused(self):
         off = replace(RECIPE, sharing=False)
-        with pytest.raises(ValueError) as error:  # noqa: PT011  (the whole text is compared)
+        with pytest.raises(ValueError, match="recipe.sharing must be True, .*share_after='stem'.* Got False"):
             fit(small(), data(), recipe=off, options=QUIET)
-        assert str(error.value) == (
-            "recipe.sharing must be True: the ensemble shares features after 'stem'. Got False. To train "
-            "without sharing, build it without share_after."
-        )
-        with pytest.raises(ValueError, match="shares features after '2'. Got False"):
+        with pytest.raises(ValueError, match="share_after='2'.* Got False"):
             fit(self.one_stem(), data(), recipe=off, options=QUIET)
         fit(self.one_stem(), data(), recipe=self.OPEN, options=QUIET)
         fit(Ensemble(Small, M), data(), recipe=replace(off, epochs=1), options=QUIET)
@@ -398,15 +380,16 @@ class TestEvaluation:
             options=Options(quiet=True, evaluate_every=2),
         ).rows
         assert ["top1" in row for row in rows] == [False, True, False, True, True]
-
-    def test_only_at_the_end_by_default(self, whole):
-        assert ["top1" in row for row in whole[1]] == [False, False, False, True]
+        rows = fit(small(), data(), recipe=RECIPE, test=data(20), options=QUIET).rows
+        assert ["top1" in row for row in rows] == [False, False, False, True], "only at the end by default"
 
     def test_looking_changes_nothing(self, whole):
         ensemble = small()
         options = Options(quiet=True, evaluate_every=1, evaluation_batch=3)
+        before = torch.get_rng_state()
         fit(ensemble, data(), recipe=RECIPE, seed=2, test=data(20, seed=5), options=options)
         assert identical(weights(ensemble), whole[0])
+        assert torch.get_rng_state().equal(before), "nor does fit change the global generator"
 
     def test_errors_in_percent_by_hand(self):
         """Two members that always answer 0 and 1, on the classes 0, 1 and 2."""
@@ -420,10 +403,6 @@ class TestEvaluation:
         assert scores == pytest.approx({"top1": 50.0, "picked": 50.0, "oracle": 25.0, "member": 62.5})
         loader = DataLoader(TensorDataset(images, targets), batch_size=3)
         assert evaluate(Ensemble(members), loader) == pytest.approx(scores)
-
-    def test_validation_needs_a_dataset(self):
-        with pytest.raises(TypeError, match=r"train must be a Dataset for recipe.validation > 0. Got tuple."):
-            fit(small(), data(), recipe=replace(RECIPE, validation=0.1), options=QUIET)
 
 
 class TestInputs:
@@ -451,18 +430,6 @@ class TestInputs:
         fit(ensemble, (images, data()[1]), recipe=RECIPE, options=QUIET)
         assert ensemble.transform is not None
         assert ensemble.predict(images).probs.shape == (N, CLASSES)
-
-    def test_global_state_is_left_alone(self):
-        before = torch.get_rng_state()
-        fit(small(), data(), recipe=RECIPE, options=QUIET)
-        torch.manual_seed(0)
-        [Small() for _ in range(M)]
-        # small() seeds and draws: the same state as if nothing had been trained since
-        first = torch.rand(3)
-        ensemble = small()
-        fit(ensemble, data(), recipe=RECIPE, options=QUIET)
-        assert torch.rand(3).equal(first)
-        torch.set_rng_state(before)
 
     def test_nothing_is_written_unless_asked(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -523,8 +490,8 @@ class TestDivergence:
 
     def test_it_is_noticed_before_a_checkpoint_is_written(self, tmp_path, monkeypatch):
         """As on a GPU, where looking at every step would cost too much."""
-        check, calls = loop._check_finite, itertools.count(1)
-        monkeypatch.setattr(loop, "_check_finite", lambda *args: next(calls) % 2 or check(*args))
+        check, calls = TrainState.check_finite, itertools.count(1)
+        monkeypatch.setattr(TrainState, "check_finite", lambda state: next(calls) % 2 or check(state))
         with pytest.raises(Diverged, match="at step 7"):
             fit(poisoned(7), data(), recipe=APART, seed=2, out=tmp_path, options=ALWAYS)
         assert Checkpoints(tmp_path / "checkpoints").latest().facts.step == 7
@@ -545,20 +512,12 @@ def fail(error):
 
 
 class TestResume:
-    @pytest.mark.parametrize("number", [0, 3, 4, 5, 12, 18])  # 4: the last step of an epoch
-    def test_bit_identical_after_an_interrupt_anywhere(self, whole, tmp_path, number):
-        text = stopped(tmp_path, number)
-        assert text.startswith(
-            f"stopped by SIGINT at step {number + 1} of 20. It is saved in {tmp_path}: resume it"
-        )
+    @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+    @pytest.mark.parametrize("number", [0, 4, 5, 18, 19])  # 4: the last step of an epoch; 19: of the run
+    def test_bit_identical_after_a_signal_anywhere(self, whole, tmp_path, number, name):
+        text = stopped(tmp_path, number, lambda: signal.raise_signal(signal.Signals[name]))
+        assert text.startswith(f"stopped by {name} at step {number + 1} of 20. It is saved in {tmp_path}")
         assert len(told(tmp_path)) == (number + 1) // 5
-        ensemble = go(tmp_path, resume=True)
-        assert identical(weights(ensemble), whole[0])
-        assert told(tmp_path) == whole[1]
-
-    def test_asked_to_stop_in_the_last_step(self, whole, tmp_path):
-        """The run is done, and whoever called it hears of the signal."""
-        assert "stopped by SIGINT at step 20 of 20" in stopped(tmp_path, 19)
         ensemble = go(tmp_path, resume=True)
         assert identical(weights(ensemble), whole[0])
         assert told(tmp_path) == whole[1]
@@ -577,12 +536,6 @@ class TestResume:
                 go(tmp_path, ensemble=small())
         assert identical(weights(go(tmp_path, resume=True)), whole[0])
 
-    def test_sigterm(self, whole, tmp_path):
-        assert "stopped by SIGTERM at step 4" in stopped(
-            tmp_path, 3, lambda: signal.raise_signal(signal.SIGTERM)
-        )
-        assert identical(weights(go(tmp_path, resume=True)), whole[0])
-
     def test_after_an_error_of_any_kind(self, whole, tmp_path):
         """A second SIGINT, a bug, no memory: what was saved before is there."""
         for number, error in ((6, KeyboardInterrupt()), (5, MemoryError()), (3, RuntimeError("bug"))):
@@ -591,14 +544,6 @@ class TestResume:
         assert Checkpoints(tmp_path / "checkpoints").latest().facts.step == 14
         assert identical(weights(go(tmp_path, resume=True)), whole[0])
         assert told(tmp_path) == whole[1]
-
-    def test_two_interrupts_at_once(self, whole, tmp_path):
-        def twice():
-            interrupt()
-            interrupt()
-
-        stopped(tmp_path, 7, twice, KeyboardInterrupt, options=ALWAYS)
-        assert identical(weights(go(tmp_path, resume=True)), whole[0])
 
     def test_many_times_in_a_row(self, whole, tmp_path):
         for _ in range(6):  # three steps each
@@ -636,17 +581,12 @@ class TestResume:
     def test_a_run_that_is_done(self, whole, tmp_path):
         for recipe in (RECIPE, replace(RECIPE, epochs=None, steps=7)):
             folder = tmp_path / str(recipe.steps)
-            first = weights(go(folder, recipe=recipe, ensemble=small()))
-            rows = told(folder)
-            ensemble = go(folder, resume=True, recipe=recipe)
-            assert identical(weights(ensemble), first)
+            first, rows = weights(go(folder, recipe=recipe, ensemble=small())), told(folder)
+            files = {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").iterdir()}
+            assert identical(weights(go(folder, resume=True, recipe=recipe)), first)
             assert told(folder) == rows
-
-    def test_a_finished_run_is_not_saved_again(self, tmp_path):
-        go(tmp_path, ensemble=small())
-        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").iterdir()}
-        go(tmp_path, resume=True)
-        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").iterdir()} == before
+            again = {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").iterdir()}
+            assert again == files, "not saved again"
 
     def test_nothing_to_resume(self, tmp_path):
         (tmp_path / "notes.txt").write_text("mine")
@@ -662,15 +602,6 @@ class TestResume:
         assert (found.reason, found.steps, found.folder) == ("max_seconds", 20, tmp_path)
         assert 1 <= found.step <= 4
         assert identical(weights(go(tmp_path, resume=True)), whole[0])
-
-    def test_a_renamed_checkpoint_is_damaged(self, whole, tmp_path):
-        """The step in its name must be the one in its content."""
-        stopped(tmp_path, 12, options=ALWAYS)
-        newest = max((tmp_path / "checkpoints").glob("step-*"))
-        newest.rename(newest.with_name(newest.name.replace("step-00000013", "step-00000014")))
-        with pytest.warns(UserWarning, match="its name says step 14, its content step 13"):
-            ensemble = go(tmp_path, resume=True)
-        assert identical(weights(ensemble), whole[0])
 
     def test_parts_of_interrupted_writes_are_removed(self, tmp_path):
         for name in (".recipe.json.abc.part", "ensemble/.config.json.x.part", "checkpoints/.step-1.part"):
@@ -699,17 +630,13 @@ class TestRefusals:
             go(folder)
         assert Checkpoints(folder / "checkpoints").latest().facts.step == 4
 
-    def test_a_folder_with_a_finished_run(self, folder):
-        go(folder, resume=True)
-        with pytest.raises(ValueError, match="at step 20, finished. Pass resume=True to load its weights"):
-            go(folder)
-        with pytest.raises(ValueError, match="at step 20, with another recipe. Name another folder"):
-            go(folder, recipe=replace(RECIPE, epochs=2))
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            (dict(recipe=replace(RECIPE, lr=0.06)), "recipe must be that of the run to resume"),
+            (
+                dict(recipe=replace(RECIPE, lr=0.5)),
+                r"recipe must be that of the run to resume, lr=0.05. Got lr=0.5.$",
+            ),
             (dict(seed=3), "seed must be that of the run to resume, 2. Got 3"),
         ],
     )
@@ -743,36 +670,11 @@ class TestRefusals:
     def test_a_second_run_at_the_same_time(self, folder):
         with locked(folder), pytest.raises(FolderInUseError, match="must be used by one run at a time"):
             go(folder, resume=True)
-
-    def test_a_run_lets_go_of_its_folder(self, folder):
         go(folder, resume=True)
-        with locked(folder):
+        with locked(folder):  # the run has released it
             pass
-
-
-class TestDamage:
-    def damage(self, folder):
-        newest = max((folder / "checkpoints").glob("step-*"))
-        newest.write_bytes(newest.read_bytes()[:-100] + bytes(100))
-        return newest
-
-    def test_the_one_before_is_used(self, whole, tmp_path):
-        stopped(tmp_path, 12, options=ALWAYS)
-        newest = self.damage(tmp_path)
-        assert "step-00000013" in newest.name
-        with pytest.warns(UserWarning, match="step-00000013.* is damaged: .* Using step-00000012"):
-            ensemble = go(tmp_path, resume=True)
-        assert identical(weights(ensemble), whole[0])
-        assert told(tmp_path) == whole[1]
-
-    def test_nothing_is_left(self, whole, tmp_path):
-        stopped(tmp_path, 12)
-        self.damage(tmp_path)
-        rows = told(tmp_path)
-        for resume in (True, False):
-            with pytest.raises(ValueError, match="All are damaged .* name another folder"):
-                go(tmp_path, resume=resume)
-        assert told(tmp_path) == rows
+        with pytest.raises(ValueError, match="It holds a run at step 20. Pass resume=True"):
+            go(folder)
 
 
 class TestFullDisk:
@@ -870,18 +772,9 @@ class TestProgress:
         go(None, options=Options())
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 4
-        assert re.match(r"epoch 4/4 loss \d\.\d+, top-1 [\d.]+ %, oracle [\d.]+ %, lr 0\.05", lines[-1])
-
-    def test_the_seed_is_named_where_it_tells_runs_apart(self, tmp_path, capsys):
-        recipe = replace(RECIPE, epochs=1)
-        fit(small(), data(), recipe=recipe, seed=3)
-        assert "seed" not in capsys.readouterr().err
-        fit(small(), data(), recipe=recipe, seed=5, out=tmp_path)
-        assert "epoch 1/1 seed 5, loss" in capsys.readouterr().err
-
-    def test_quiet(self, capsys):
-        go(None)
-        assert capsys.readouterr() == ("", "")
+        assert re.match(
+            r"epoch 4/4 seed 2, loss \d\.\d+, top-1 [\d.]+ %, oracle [\d.]+ %, lr 0\.05", lines[-1]
+        )
 
 
 def test_the_page_on_training_runs(tmp_path, monkeypatch):
@@ -896,3 +789,46 @@ def test_the_page_on_training_runs(tmp_path, monkeypatch):
     assert {"telemetry.jsonl", "checkpoints"} <= {
         path.name for path in (tmp_path / "runs" / "digits").iterdir()
     }
+
+
+def test_evaluation_is_in_eval_mode_from_the_first_epoch():
+    class Spy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.seen = nn.Linear(4, 3), set()
+
+        def forward(self, x):
+            self.seen.add((self.training, len(x)))
+            return self.fc(x)
+
+    train, test = (torch.randn(8, 4), torch.randint(3, (8,))), (torch.randn(5, 4), torch.randint(3, (5,)))
+    ensemble = Ensemble(Spy, 1)
+    recipe = Recipe(method="ie", members=1, epochs=1, batch_size=8, lr=0.01)
+    fit(ensemble, train, recipe=recipe, test=test, options=QUIET)
+    seen = ensemble.members[0].seen
+    assert (False, 5) in seen
+    assert (True, 5) not in seen
+    assert (True, 8) in seen
+
+
+def test_what_is_chosen_by_is_not_the_test_set():
+    """With a validation share, the looks on the way are at the held-out part, never at the test set."""
+    train = cmcl.data.load("digits", split="train")[:200]
+    looked = []
+
+    class Watched(Ensemble):
+        def forward(self, x):
+            looked.append((self.training, len(x)))
+            return super().forward(x)
+
+    ensemble = Watched(
+        lambda: cmcl.networks.cnn(channels=1, size=8, filters=(2, 3), kernel=3, padding=1, hidden=None), 1
+    )
+    recipe = Recipe(method="ie", members=1, epochs=2, batch_size=50, lr=0.01, validation=0.2)
+    test = cmcl.data.load("digits", split="test")[:77]
+    fit(ensemble, train, recipe=recipe, test=test, options=Options(quiet=True, evaluate_every=1))
+    scored = [n for training, n in looked if not training]
+    assert scored[:3] == [2, 2, 2], "whether train, the held-out part and test fit"
+    assert len(scored) == 3 + 3
+    assert scored.count(77) == 1, "the test set once, at the end"
+    assert scored[-1] == 77

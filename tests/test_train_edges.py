@@ -1,19 +1,22 @@
 """The training loop at its edges: strange networks, uneven batches, signals to a whole group of processes."""
 
 import gc
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from cmcl import Ensemble, Recipe, fit, record
 from cmcl.data import Dataset, from_arrays
@@ -22,12 +25,12 @@ from cmcl.data.transforms import MeanStd
 from cmcl.training import Diverged, Interrupted, loop
 from cmcl.training.batches import Loaded
 from cmcl.training.cuda import Snapshot, check_in_place
+from cmcl.training.monitor import TelemetryFile
 from cmcl.training.preflight import preflight
 from cmcl.training.step import TrainState
 from test_train import (
     CLASSES,
     QUIET,
-    RECIPE,
     ROOT,
     before_step,
     data,
@@ -176,11 +179,11 @@ def one_step(ensemble):
     plan = preflight(
         *(ensemble, data(), None), recipe=LINEAR, seed=0, task=None, ignore_index=None, options=QUIET
     )
-    state = TrainState(ensemble, plan.recipe, 0, CLASSES, plan.device)
-    batches = plan.batches(ensemble)
+    state = TrainState(ensemble, plan.recipe, 0, CLASSES, 10)
+    batches = plan.batches()
     batches.seek(0, 0)
     plan.train_mode(ensemble)
-    return loop._make_step(state, batches, plan, QUIET, None, 0, 10)
+    return loop._make_step(state, batches, plan, 0)
 
 
 class TestNetworks:
@@ -304,26 +307,16 @@ def test_a_loader_decides_the_batch_size_and_is_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("first", [0, 5])
-def test_numbers_that_are_none_are_told_before_the_first_step(value, first):
+@pytest.mark.parametrize("first", [0, 5])  # the networks are called with the first two before training
+def test_images_that_are_not_finite(value, first):
     images, targets = data()
-    images = images.clone()
     images[first, 0, 0, 0] = images[9, 0, 0, 0] = value
     where = f"NaN or infinity in 2 of 40 examples, first in number {first}"
-    told = f"train images hold {where}"
-    at_once = "Look for NaN in the inputs"  # the first two are asked before the first step
-    for adversarial, later, error in (
-        (0.0, f"or the cause is {where} of train", Diverged),
-        (0.1, f"must be finite for adversarial training. Got {where}", ValueError),
-    ):
-        recipe, seen = replace(LINEAR, adversarial=adversarial), first == 0
-        expected = pytest.raises(ValueError if seen else error, match=at_once if seen else later)
-        with pytest.warns(UserWarning, match=told), expected:
-            fit(apart(), (images, targets), recipe=recipe, options=QUIET)
-    soft = torch.full((len(images), CLASSES), 1 / CLASSES)
-    soft[3] = value
-    with pytest.raises(TypeError, match="fit is for classification"):
-        fit(apart(), (data()[0], soft), recipe=LINEAR, options=QUIET)
+    error, match = (ValueError, "Look for NaN in the inputs") if first == 0 else (Diverged, "look for NaN")
+    with pytest.warns(UserWarning, match=f"train images hold {where}"), pytest.raises(error, match=match):
+        fit(apart(), (images, targets), recipe=LINEAR, options=QUIET)
+    with pytest.raises(ValueError, match=f"train images must be finite. Got {where}"):
+        fit(apart(), (images, targets), recipe=replace(LINEAR, adversarial=0.1), options=QUIET)
 
 
 def test_values_that_are_missing_are_left_to_networks_and_tasks_that_know_them():
@@ -360,14 +353,6 @@ def test_rows_taken_for_channels_are_told():
         fit(flat(), (images, targets), recipe=LINEAR, options=QUIET)
     named = from_arrays(images.permute(0, 2, 3, 1).numpy(), targets.numpy(), layout="NHWC")
     fit(flat(), named, recipe=LINEAR, options=QUIET)
-
-
-def test_another_recipe_is_told_by_what_differs(tmp_path):
-    stopped(tmp_path, 7)
-    with pytest.raises(ValueError) as error:  # noqa: PT011  (the whole text is compared)
-        go(tmp_path, resume=True, recipe=replace(RECIPE, lr=0.5))
-    kept = f"recipe must be that of the run to resume, lr={RECIPE.lr}. Got lr=0.5."
-    assert str(error.value) == kept
 
 
 def test_one_step_at_a_time_is_kept():
@@ -413,8 +398,8 @@ t.fit(t.small(), loader, recipe=t.RECIPE, out=t.Path(sys.argv[2]), options=t.QUI
 def test_workers_that_die_before_the_signal_is_heard(error, tmp_path, monkeypatch):
     """Whatever the loader makes of it: torch's own error, or what a broken connection to a worker gives."""
 
-    def broken(self, number, start, plain=Loaded.epoch):
-        for count, size in enumerate(plain(self, number, start)):
+    def broken(self, number, todo, plain=Loaded.epoch):
+        for count, size in enumerate(plain(self, number, todo)):
             if count == 2:
                 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
                 raise error("worker")
@@ -445,3 +430,72 @@ def test_a_signal_to_the_whole_group_ends_workers_but_loses_nothing(tmp_path):
         _, error = child.communicate(timeout=120)
     assert "Interrupted: stopped by SIGTERM at step 2 of 20" in error
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+
+
+def test_what_was_learned_is_kept_when_scoring_fails(tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise MemoryError("no room for the answers")
+
+    monkeypatch.setattr(loop, "evaluate", broken)
+    options = replace(QUIET, checkpoint_seconds=1e9)
+    given = {"recipe": LINEAR, "seed": 1, "test": data(), "options": options}
+    torch.manual_seed(0)
+    with pytest.raises(MemoryError):
+        fit(apart(), data(), **given, out=tmp_path)
+    assert list((tmp_path / "checkpoints").glob("step-00000010-*"))
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    whole = fit(apart(), data(), **given).rows
+    kept = [json.loads(line) for line in (tmp_path / "telemetry.jsonl").read_text().splitlines()]
+    assert [(row["epoch"], row["seed"], row["loss"]) for row in kept] == [
+        (row["epoch"], row["seed"], row["loss"]) for row in whole
+    ]
+
+
+def test_what_was_learned_is_kept_when_telemetry_cannot_be_written(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(TelemetryFile, "write", broken)
+    with pytest.raises(OSError, match="gone"):
+        fit(apart(), data(), recipe=LINEAR, out=tmp_path, options=replace(QUIET, checkpoint_seconds=1e9))
+    assert list((tmp_path / "checkpoints").glob("step-00000005-*"))
+
+
+def test_no_worker_outlives_the_run():
+    train = DataLoader(TensorDataset(*data()), 8, num_workers=1)
+    gc.disable()
+    try:
+        fit(apart(), train, recipe=LINEAR, options=QUIET)
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
+
+
+def test_a_loader_that_ends_early_says_so():
+    class Short(IterableDataset):
+        def __len__(self):
+            return 40
+
+        def __iter__(self):
+            return iter(list(zip(*data(), strict=True))[:20])
+
+    with pytest.raises(ValueError, match="train must yield as many batches as its length says, 5. Got fewer"):
+        fit(apart(), DataLoader(Short(), 8), recipe=LINEAR, options=QUIET)
+
+
+def test_several_threads_may_ask_a_trained_ensemble():
+    """Batch statistics and dropout would make each answer another one, and change the statistics."""
+    images, targets = data()
+
+    def network():
+        layers = nn.Linear(25, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, CLASSES)
+        return nn.Sequential(nn.Flatten(), *layers)
+
+    ensemble = apart(network)
+    fit(ensemble, (images, targets), recipe=LINEAR, options=QUIET)
+    assert not any(module.training for module in ensemble.modules())
+    alone = ensemble.predict(images).probs
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(lambda _: ensemble.predict(images).probs, range(40)))
+    assert all(torch.equal(answer, alone) for answer in answers)

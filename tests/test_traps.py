@@ -1,44 +1,10 @@
 """Mistakes seen in other ensemble libraries, one test each: ours must not make them."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import cmcl
-from cmcl import Ensemble, Recipe
-
-
-def small():
-    return cmcl.networks.cnn(classes=4, channels=1, filters=(2, 3), kernel=3, padding=1, hidden=5, size=8)
-
-
-def test_members_do_not_start_from_the_same_weights():
-    net = small()
-    with pytest.raises(ValueError, match="must start from different weights"):
-        Ensemble(lambda: copy.deepcopy(net), 2)
-
-
-def test_evaluation_is_in_eval_mode_from_the_first_epoch():
-    class Spy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.seen = nn.Linear(4, 3), set()
-
-        def forward(self, x):
-            self.seen.add((self.training, len(x)))
-            return self.fc(x)
-
-    train, test = (torch.randn(8, 4), torch.randint(3, (8,))), (torch.randn(5, 4), torch.randint(3, (5,)))
-    ensemble = Ensemble(Spy, 1)
-    recipe = Recipe(method="ie", members=1, epochs=1, batch_size=8, lr=0.01)
-    cmcl.fit(ensemble, train, recipe=recipe, test=test, options=cmcl.Options(quiet=True))
-    seen = ensemble.members[0].seen
-    assert (False, 5) in seen
-    assert (True, 5) not in seen
-    assert (True, 8) in seen
 
 
 @pytest.mark.parametrize("name", cmcl.networks.NETWORKS)
@@ -64,33 +30,3 @@ def test_the_learning_rate_does_not_depend_on_the_number_of_members():
     together = torch.autograd.grad(cmcl.independent_loss(logits, targets).total, logits)[0]
     alone = torch.autograd.grad(F.cross_entropy(logits[2], targets), logits)[0]
     torch.testing.assert_close(together[2], alone[2])
-
-
-def test_what_is_chosen_by_is_not_the_test_set():
-    """With a validation share, the looks on the way are at the held-out part, never at the test set."""
-    train = cmcl.data.load("digits", split="train")[:200]
-    looked = []
-
-    class Watched(Ensemble):
-        def stream(self, x, batch_size):
-            looked.append(len(x))
-            return super().stream(x, batch_size)
-
-    ensemble = Watched(
-        lambda: cmcl.networks.cnn(channels=1, size=8, filters=(2, 3), kernel=3, padding=1, hidden=None), 1
-    )
-    recipe = Recipe(method="ie", members=1, epochs=2, batch_size=50, lr=0.01, validation=0.2)
-    test = cmcl.data.load("digits", split="test")[:77]
-    cmcl.fit(ensemble, train, recipe=recipe, test=test, options=cmcl.Options(quiet=True, evaluate_every=1))
-    assert looked[:2] == [2, 2], "whether they fit; what they score is seen by nobody"
-    assert looked.count(77) == 1, "the test set once, at the end"
-    assert looked[-1] == 77
-    assert len(looked) == 2 + 3
-
-
-def test_out_of_distribution_scores_come_from_the_data_outside():
-    sure = torch.tensor([[[0.98, 0.01, 0.01]] * 6])  # one member, six examples
-    unsure = torch.full((1, 6, 3), 1 / 3)
-    targets = torch.zeros(6, dtype=torch.long)
-    assert cmcl.metrics.summary(sure, targets, ood=unsure)["auroc"] == 1
-    assert cmcl.metrics.summary(unsure, targets, ood=sure)["auroc"] == 0

@@ -11,7 +11,7 @@ _HOME = {
     "Options": "config",
     "Result": "loop",
     "Interrupted": "checkpoint",
-    "Diverged": "loop",
+    "Diverged": "step",
 }
 __getattr__, __dir__ = attach(__name__, _HOME)
 __all__ = [*_HOME]
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .checkpoint import Interrupted as Interrupted
     from .config import Options as Options
     from .config import Recipe as Recipe
-    from .loop import Diverged as Diverged
     from .loop import Result as Result
     from .loop import fit as fit
     from .scoring import evaluate as evaluate
+    from .step import Diverged as Diverged

@@ -1,7 +1,7 @@
 """The batches of a run: tensors kept on the training device, or a DataLoader.
 
-Both make the batches of an epoch current one after the other. What an epoch holds depends on (seed, epoch)
-alone, so a run can stop and resume at any step. N examples, B batch.
+Both make the batches of an epoch current one after the other. Their order depends on (seed, epoch) alone, so
+a run can stop and resume at any step. N examples, B batch.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def tensors(data: Dataset | tuple[Tensor, Tensor]) -> Batch:
 
 
 def subset(train: Data, count: int | None) -> Data:
-    """The stratified subset of `recipe.subset` examples; nothing to do if there are just as many."""
+    """The stratified subset of `count` examples; None, or the number of examples there are: all of them."""
     if count is None or (not isinstance(train, DataLoader) and len(tensors(train)[0]) == count):
         return train
     if not isinstance(train, Dataset):
@@ -35,7 +35,7 @@ def subset(train: Data, count: int | None) -> Data:
 
 
 def hold_out(train: Data, fraction: float) -> tuple[Data, Data | None]:
-    """What to train on, and the stratified fraction of a `Dataset` that is held out for validation."""
+    """The rest to train on, and the stratified fraction of a `Dataset` that is held out for validation."""
     if not fraction:
         return train, None
     if not isinstance(train, Dataset):
@@ -72,10 +72,10 @@ class Resident:
         """The epoch in which a step's batch begins."""
         return step * self.batch_size // self.examples
 
-    def epoch(self, epoch: int, start: int) -> Iterator[int]:
-        """Make the batches of an epoch current, from step `start` on; yields their sizes."""
-        self.seek(epoch, start)
-        for _ in range(start, self.steps(epoch).stop):
+    def epoch(self, epoch: int, todo: range) -> Iterator[int]:
+        """Make the batches of some steps of an epoch current, one by one; yields their sizes."""
+        self.seek(epoch, todo.start)
+        for _ in todo:
             yield self.batch_size
 
     def seek(self, epoch: int, step: int) -> None:
@@ -131,21 +131,21 @@ class Loaded:
         """The epoch of a step."""
         return step // len(self.loader)
 
-    def epoch(self, epoch: int, start: int) -> Iterator[int]:
-        """Make the batches of an epoch current, from step `start` on; yields their sizes."""
+    def epoch(self, epoch: int, todo: range) -> Iterator[int]:
+        """Make the batches of some steps of an epoch current, one by one; yields their sizes."""
         torch.default_generator.manual_seed(epoch_seed(self.seed, epoch))
         if self.loader.generator is not None:
             self.loader.generator.manual_seed(epoch_seed(self.seed, epoch))
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(epoch)
-        steps = self.steps(epoch)
-        for images, targets in islice(self.loader, start - steps.start, len(steps)):
+        first, done = self.steps(epoch).start, 0
+        for images, targets in islice(self.loader, todo.start - first, todo.stop - first):
             self.check(targets)
             images, targets = (t.to(self.device, non_blocking=True) for t in (images, targets))
             self._batch = self.transform(images), targets
             yield len(targets)
-            start += 1
-        if start < steps.stop:
+            done += 1
+        if done < len(todo):
             raise ValueError(
                 f"train must yield as many batches as its length says, {len(self.loader)}. Got fewer; fix "
                 "the __len__ of its dataset."
@@ -169,21 +169,17 @@ Batches = Resident | Loaded
 
 def first_batch(name: str, loader: DataLoader[Any]) -> Batch:
     """One batch of a DataLoader, to check it. The random numbers drawn for it are drawn again later."""
-    before = [(own, own.get_state()) for own in _generators(loader)]
+    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    found = [loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
+    generators = [own for own in found if isinstance(own, torch.Generator)]  # that decide its order
+    states = [own.get_state() for own in generators]
     with torch.random.fork_rng(devices=[]):
         batch = next(iter(loader), None)
-    for own, state in before:
+    for own, state in zip(generators, states, strict=True):
         own.set_state(state)
     if batch is None:
         raise ValueError(f"{name} must hold at least one batch. Got an empty DataLoader.")
     return _checks.pair(name, batch)
-
-
-def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Those that decide its order."""
-    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    found = [loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers)]
-    return [own for own in found if isinstance(own, torch.Generator)]
 
 
 def permutation(n: int, seed: int, epoch: int) -> Tensor:

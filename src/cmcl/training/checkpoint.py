@@ -22,7 +22,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from .. import _checks
 from .._files import parse_json, replacing
 from .._schema import Schema
 from .config import Options
@@ -62,7 +61,7 @@ class Interrupted(RuntimeError):
 
 
 class Facts(Schema):
-    """The state of a run that is JSON, and what tells it from other runs."""
+    """The part of a run's state that is JSON, and the settings that a resumed run must share."""
 
     step: int
     seconds: float
@@ -71,11 +70,6 @@ class Facts(Schema):
     task: str | None
     data: str
     epochs_below: list[int]
-
-    def differences(self, other: "Facts") -> list[str]:
-        """The names of what makes two runs different."""
-        names = ("recipe", "seed", "task", "data")
-        return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
 class Checkpoint(NamedTuple):
@@ -86,18 +80,15 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoint files in `folder`, of which the last `keep` stay. Use it under `locked`."""
+    """The checkpoint files in `folder`: the newest and the one before it. Use it under `locked`."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        _checks.positive("keep", keep)
-        self.folder, self.keep = folder, keep
-        self._damaged: set[Path] = set()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._newest: Path | None = None  # the newest one known to be undamaged: read or written here
         folder.mkdir(parents=True, exist_ok=True)
-        for part in folder.glob(".step-*.part"):  # a killed process left them half written
-            part.unlink(missing_ok=True)
 
     def save(self, tensors: dict[str, Tensor], facts: Facts) -> Path:
-        """Write a checkpoint, then remove those that are no longer needed; returns its path."""
+        """Write a checkpoint, then remove all but it and the one before; returns its path."""
         # copies, because safetensors rejects tensors that share memory or are not contiguous
         copies = {
             key: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -107,8 +98,8 @@ class Checkpoints:
         path = self.folder / f"step-{facts.step:08d}-{sha256(data).hexdigest()[:12]}.safetensors"
         with replacing(path, checkpoints=self.folder) as part:
             part.write_bytes(data)
-        self._damaged.discard(path)  # the same bytes again, undamaged this time
         self._remove_all_but(path)
+        self._newest = path
         return path
 
     def latest(self) -> Checkpoint | None:
@@ -117,15 +108,15 @@ class Checkpoints:
         If all are damaged, or one cannot be read, that is an error: starting anew would remove them.
         """
         damaged: dict[Path, str] = {}
-        for path in reversed(self._paths()):
+        for path in sorted(_paths(self.folder), key=_step_of, reverse=True):
             try:
                 found = _read(path)
             except (IsADirectoryError, ValueError, SafetensorError) as error:  # not: a failing disk
                 damaged[path] = str(error)
                 continue
-            self._damaged |= damaged.keys()
             for bad, reason in damaged.items():
                 warnings.warn(f"{bad} is damaged: {reason} Using {path.name} instead.", stacklevel=2)
+            self._newest = path
             return found
         if damaged:
             listed = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
@@ -135,28 +126,19 @@ class Checkpoints:
             )
         return None
 
-    def _paths(self) -> list[Path]:
-        """Oldest first; of two at one step (a kill before the older was removed) the one written first."""
-        paths = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
-        return sorted(paths, key=lambda path: (_step_of(path), path.stat().st_mtime_ns))
-
     def _remove_all_but(self, new: Path) -> None:
-        """Keep `new` and the last few before it.
-
-        A file of the same or a later step is damaged (the run would have resumed from it), or is replaced.
-        """
-        paths = self._paths()
-        before = [path for path in paths if _step_of(path) < _step_of(new) and path not in self._damaged]
-        kept = {new, *before[::-1][: self.keep - 1]}
-        for path in paths:
-            if path not in kept:
+        for path in _paths(self.folder):
+            if path not in (new, self._newest):  # older, or damaged
                 path.unlink(missing_ok=True)
 
 
 def last_step(folder: Path) -> int | None:
     """The step in the name of a run's last checkpoint; None if it has no checkpoint."""
-    names = [path for path in (folder / "checkpoints").glob("step-*") if NAME.fullmatch(path.name)]
-    return max(map(_step_of, names), default=None)
+    return max(map(_step_of, _paths(folder / "checkpoints")), default=None)
+
+
+def _paths(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
 
 
 def _step_of(path: Path) -> int:
@@ -206,12 +188,14 @@ class RunFolder:
     Without a path nothing is saved, but the run can be stopped all the same.
     """
 
-    def __init__(self, path: Path | None, options: Options) -> None:
-        self.path, self.options = path, options
+    def __init__(self, path: str | Path | None, options: Options) -> None:
+        self.path, self.options = None if path is None else Path(path), options
         self.checkpoints: Checkpoints | None = None
         self.telemetry: TelemetryFile | None = None
+        self.task: str | None = None
+        self.data = ""
         self.started = self._saved_at = self._training_since = time.monotonic()
-        self._before = 0.0  # seconds of training before this call
+        self._seconds_before = 0.0  # of training, before this call
         self._saved_step: int | None = None
         self._signals = Signals()
         self._stack = ExitStack()
@@ -220,7 +204,7 @@ class RunFolder:
         with ExitStack() as stack:
             if self.path is not None:
                 stack.enter_context(locked(self.path))
-                for part in self.path.rglob(".*.part"):  # as in `Checkpoints`
+                for part in self.path.rglob(".*.part"):  # a killed process left them half written
                     part.unlink(missing_ok=True)
                 self.checkpoints = Checkpoints(self.path / "checkpoints")
             stack.enter_context(self._signals)
@@ -232,51 +216,43 @@ class RunFolder:
             self.telemetry.close()
         self._stack.close()
 
-    def describe(self, *, steps: int, task: str | None, data: str) -> None:
-        """Set what tells this run from others, and its length."""
-        self.steps, self.task, self.data = steps, task, data
+    def restore(self, state: TrainState, resume: bool, *, task: str | None, data: str) -> None:
+        """Load the last checkpoint if `resume`, else check that there is none; then open the telemetry.
 
-    def restore(self, state: TrainState, resume: bool) -> None:
-        """Restore the state from the last checkpoint, if `resume`; else there must be none."""
+        `task` and `data` describe the run; a resumed run must have the same.
+        """
+        self.task, self.data = task, data
         self._training_since = time.monotonic()
-        if self.checkpoints is None:
+        if self.path is None or self.checkpoints is None:
             return
         _check_savable(state)
         checkpoint = self.checkpoints.latest()
-        if not resume and checkpoint is not None:
-            raise ValueError(f"{self.path} must be a new folder. {self._content(checkpoint.facts, state)}")
         if resume and checkpoint is None:
-            folder = self.checkpoints.folder.parent
-            found = [p.name for p in folder.iterdir() if p.name not in (".lock", "checkpoints")]
+            found = [p.name for p in self.path.iterdir() if p.name not in (".lock", "checkpoints")]
             raise ValueError(
-                f"{folder} must hold a checkpoint to resume from. It holds "
+                f"{self.path} must hold a checkpoint to resume from. It holds "
                 f"{', '.join(sorted(found)) or 'nothing'}. Leave out resume to start a run there."
             )
         if checkpoint is not None:
+            if not resume:
+                raise ValueError(
+                    f"{self.path} must be a new folder. It holds a run at step {checkpoint.facts.step}. Pass "
+                    "resume=True to resume it, or name another folder."
+                )
             self._check_same_run(checkpoint.facts, state)
             _load(state, checkpoint)
-            self._before, self._saved_step = checkpoint.facts.seconds, state.step
-
-    def open_telemetry(self, epoch: float) -> None:
-        """Open the telemetry, without rows after `epoch`."""
-        if self.path is not None:
-            board = self.path / "tensorboard" if self.options.tensorboard else None
-            self.telemetry = TelemetryFile(self.path / "telemetry.jsonl", tensorboard=board, epoch=epoch)
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Write a row of telemetry."""
-        if self.telemetry is not None:
-            self.telemetry.write(row)
+            self._seconds_before, self._saved_step = checkpoint.facts.seconds, state.step
+        board = self.path / "tensorboard" if self.options.tensorboard else None
+        self.telemetry = TelemetryFile(self.path / "telemetry.jsonl", tensorboard=board, step=state.step)
 
     def seconds(self) -> float:
         """Seconds of training, over all the times the run was resumed."""
-        return self._before + time.monotonic() - self._training_since
+        return self._seconds_before + time.monotonic() - self._training_since
 
     def due(self) -> bool:
         """Whether to save or to stop now."""
-        return (
-            self.stop_reason() != "" or time.monotonic() - self._saved_at >= self.options.checkpoint_seconds
-        )
+        waited = time.monotonic() - self._saved_at
+        return self.stop_reason() != "" or waited >= self.options.checkpoint_seconds
 
     def stop_reason(self) -> str:
         """Why the run must stop; empty if it need not."""
@@ -285,27 +261,34 @@ class RunFolder:
         return self._signals.received or ("max_seconds" if over else "")
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint, unless this step has one."""
+        """Write a checkpoint, unless this step has one; a diverged run raises `Diverged` instead."""
+        state.check_finite()
         if self.checkpoints is not None and state.step != self._saved_step:
             self.checkpoints.save(_tensors(state), self._facts(state))
             self._saved_step = state.step
         self._saved_at = time.monotonic()
 
+    def save_if_due(self, state: TrainState) -> None:
+        """Write a checkpoint if it is time to, or at the end; if the run must stop, raise `Interrupted`."""
+        finished = state.step >= state.steps
+        if self.due() or finished:
+            self.save(state)
+            reason = self.stop_reason()
+            if reason and not (finished and reason == "max_seconds"):
+                raise Interrupted(state.step, state.steps, reason, self.path)
+
     @contextmanager
-    def saved_on_error(self, state: TrainState) -> Iterator[None]:
-        """If evaluation or telemetry fails, keep what was learned."""
+    def logged(self, row: dict[str, Any], state: TrainState) -> Iterator[None]:
+        """Write a row of telemetry after the block. If either fails, keep the state in a checkpoint."""
         try:
-            yield
+            try:
+                yield
+            finally:
+                if self.telemetry is not None:
+                    self.telemetry.write(row)
         except Exception:
             self.save(state)
             raise
-
-    def save_or_stop(self, state: TrainState) -> None:
-        """Write a checkpoint; if the run must stop, raise `Interrupted`."""
-        self.save(state)
-        reason, finished = self.stop_reason(), state.step >= self.steps
-        if reason and not (finished and reason == "max_seconds"):
-            raise Interrupted(state.step, self.steps, reason, self.path)
 
     def until_stopped(self, batches: Iterator[int], state: TrainState) -> Iterator[int]:
         """The batches; if loading one fails because a signal ended the DataLoader's workers, stop."""
@@ -315,7 +298,7 @@ class RunFolder:
             except (RuntimeError, OSError, EOFError):
                 time.sleep(SOON)  # the signal may reach the workers before us
                 if self.stop_reason():
-                    self.save_or_stop(state)
+                    self.save_if_due(state)
                 raise
             if size is None:
                 return
@@ -332,18 +315,12 @@ class RunFolder:
             epochs_below=list(state.monitor.epochs_below),
         )
 
-    def _content(self, found: Facts, state: TrainState) -> str:
-        step = f"It holds a run at step {found.step}"
-        if different := found.differences(self._facts(state)):
-            return f"{step}, with another {' and '.join(different)}. Name another folder."
-        if found.step >= self.steps:
-            return f"{step}, finished. Pass resume=True to load its weights, or name another folder."
-        return f"{step}. Pass resume=True to resume it, or name another folder."
-
     def _check_same_run(self, found: Facts, state: TrainState) -> None:
         ours = self._facts(state)
-        for name in found.differences(ours):
+        for name in ("recipe", "seed", "task", "data"):
             then, now = getattr(found, name), getattr(ours, name)
+            if then == now:
+                continue
             if name == "recipe":
                 keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
                 then, now = (", ".join(f"{key}={r.get(key)!r}" for key in keys) for r in (then, now))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .._messages import warn
@@ -51,10 +50,6 @@ class Result:
             )
 
 
-class Diverged(RuntimeError):
-    """A loss became NaN or infinite; the weights are those before it."""
-
-
 def fit(
     ensemble: Ensemble,
     train: Data,
@@ -90,72 +85,57 @@ def fit(
     options = options or Options()
     if resume and out is None:
         raise ValueError("out must name the folder of the run to resume. Got None.")
-    plan = preflight(  # raises, and changes nothing
-        *(ensemble, train, test),
-        recipe=recipe,
-        seed=seed,
-        task=task,
-        ignore_index=ignore_index,
-        options=options,
-    )
+    checks: dict[str, Any] = {"task": task, "ignore_index": ignore_index, "options": options}
+    plan = preflight(ensemble, train, test, recipe=recipe, seed=seed, **checks)  # raises, and changes nothing
     recipe, rows = plan.recipe, []
-    with execution(options, plan.seed), RunFolder(None if out is None else Path(out), options) as folder:
-        with _unchanged_on_error(ensemble):
-            plan.place(ensemble)
-            batches = plan.batches(ensemble)
+    with execution(options, plan.seed), RunFolder(out, options) as folder:
+        with _on_device(ensemble, plan.device):
+            batches = plan.batches()
             steps = recipe.total_steps(batches.examples, batches.batch_size)
             epochs = batches.epoch_of(steps - 1) + 1
-            state = TrainState(ensemble, recipe, plan.seed, plan.monitored_classes, plan.device)
-            folder.describe(steps=steps, task=task_name(task), data=_describe(plan, batches, ignore_index))
-            folder.restore(state, resume)
-            first = epochs if state.step >= steps else batches.epoch_of(state.step)
-            folder.open_telemetry(first)
+            state = TrainState(ensemble, recipe, plan.seed, plan.monitored_classes, steps)
+            folder.restore(state, resume, task=task_name(task), data=_describe(plan, batches, ignore_index))
             ensemble.transform, ensemble.classes = plan.transform, plan.classes
         if recipe.method != "ie" and recipe.warm_start >= epochs:
             warn(
                 f"the run ends in its warm start ({recipe.warm_start} epochs of {epochs}), so it trains an "
                 "independent ensemble. Lower warm_start, or raise epochs."
             )
+        first = batches.epoch_of(state.step) if state.step < steps else epochs
         step: Step | Captured | None = None
         with Progress(epochs, quiet=options.quiet) as progress:
             for epoch in range(first, epochs):
                 plan.train_mode(ensemble)
                 if step is None or epoch == recipe.warm_start:
                     step = None  # release its CUDA graph first
-                    step = _make_step(state, batches, plan, options, task, epoch, steps)
-                began, images = time.perf_counter(), 0
-                for size in folder.until_stopped(batches.epoch(epoch, state.step), state):
+                    step = _make_step(state, batches, plan, epoch)
+                began, images, own = time.perf_counter(), 0, batches.steps(epoch)
+                todo = range(state.step, min(own.stop, steps))
+                for size in folder.until_stopped(batches.epoch(epoch, todo), state):
                     lr = recipe.lr_at(state.step, steps)
                     set_lr(state.optimizer, lr)
                     step()
                     state.step += 1
                     images += size
-                    progress.advance(_epochs_done(batches, epoch, state.step), lr=lr)
-                    if plan.device.type == "cpu":  # on a GPU, this would wait for the device
-                        _check_finite(state, plan, batches, steps)
-                    if state.step == min(batches.steps(epoch).stop, steps):
-                        break  # saved after its row is written
-                    if folder.due():
-                        _check_finite(state, plan, batches, steps)  # never save a diverged run
-                        folder.save_or_stop(state)
-                _check_finite(state, plan, batches, steps)
+                    progress.advance(epoch + (state.step - own.start) / len(own), lr=lr)
+                    if state.device.type == "cpu":  # on a GPU, this would wait for the device
+                        state.check_finite()
+                    if state.step < todo.stop:  # the epoch's end is saved after its row is written
+                        folder.save_if_due(state)  # raises `Interrupted` after a signal or `max_seconds`
+                state.check_finite()
                 row = {"epoch": epoch + 1, "step": state.step, "seed": plan.seed, **state.monitor.row()}
                 row |= {"lr": lr, "images_per_second": images / (time.perf_counter() - began)}
                 state.monitor.reset()
                 if epoch >= recipe.warm_start:
-                    row |= _warn_of_dead_members(state, row, named=folder.path is not None)
+                    state.monitor.find_dead_members(row)
+                with folder.logged(row, state):
+                    every = options.evaluate_every
+                    due = state.step == steps or (every and (epoch + 1) % every == 0)
+                    if due and plan.validation is not None:
+                        row |= _scores(ensemble, plan.validation, options, ignore_index)
                 rows.append(row)
-                with folder.saved_on_error(state):
-                    due = options.evaluate_every and (epoch + 1) % options.evaluate_every == 0
-                    try:
-                        if plan.validation is not None and (due or state.step == steps):
-                            row |= _scores(ensemble, plan.validation, options, ignore_index)
-                    finally:
-                        folder.log(row)
-                progress.log(row if folder.path else row | {"seed": None})
-                if folder.due():
-                    folder.save_or_stop(state)
-            folder.save_or_stop(state)
+                progress.log(row)
+                folder.save_if_due(state)
         seconds = folder.seconds()
         ensemble.eval()
         scores = None if plan.test is None else _scores(ensemble, plan.test, options, ignore_index)
@@ -171,84 +151,35 @@ def fit(
     )
 
 
-def _epochs_done(batches: Batches, epoch: int, step: int) -> float:
-    steps = batches.steps(epoch)
-    return epoch + (step - steps.start) / len(steps)
-
-
 @contextmanager
-def _unchanged_on_error(ensemble: Ensemble) -> Iterator[None]:
-    """Put the ensemble back on its device if the run cannot start."""
-    device = next(ensemble.parameters()).device
+def _on_device(ensemble: Ensemble, device: torch.device) -> Iterator[None]:
+    """Move the ensemble to the device, and back if the run cannot start."""
+    before = next(ensemble.parameters()).device
     try:
+        ensemble.to(device)
+        if device.type == "cuda":  # the layout that convolutions prefer
+            ensemble.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         yield
     except BaseException:
-        ensemble.to(device)
+        ensemble.to(before)
         raise
 
 
-def _make_step(
-    state: TrainState,
-    batches: Batches,
-    plan: Plan,
-    options: Options,
-    task: TaskLoss | None,
-    epoch: int,
-    steps: int,
-) -> Step | Captured:
+def _make_step(state: TrainState, batches: Batches, plan: Plan, epoch: int) -> Step | Captured:
     """The step from this epoch on, captured in a CUDA graph if possible."""
-    cuda, recipe = plan.device.type == "cuda", plan.recipe
+    recipe, options, cuda = plan.recipe, plan.options, plan.device.type == "cuda"
     state.optimizer.zero_grad(set_to_none=True)  # gradients of an earlier graph keep its memory
-    objective = recipe.objective | {"task": task}
+    objective = recipe.objective | {"task": plan.task, "ignore_index": plan.ignore_index}
     if epoch < recipe.warm_start:  # as an independent ensemble
         objective |= {"overlap": recipe.members, "labels": "exact"}
-    capture = cuda and options.capture is not False and isinstance(batches, Resident)
-    step = Step(
-        state,
-        batches,
-        objective=objective,
-        ignore_index=plan.ignore_index,
-        precision=options.precision if options.precision != "auto" else "bf16" if cuda else "float32",
-        compile=use_compiler(options),
-        streams=capture,
-        epsilon=_epsilon(recipe, batches),
-    )
-    if not capture or not isinstance(batches, Resident):
-        return step
-    set_lr(state.optimizer, recipe.lr_at(state.step, steps))
+    precision = options.precision if options.precision != "auto" else "bf16" if cuda else "float32"
+    how: dict[str, Any] = {"objective": objective, "precision": precision, "compile": use_compiler(options)}
+    if not cuda or options.capture is False or not isinstance(batches, Resident):
+        return Step(state, batches, **how)
+    step = Step(state, batches, **how, streams=True)
+    set_lr(state.optimizer, recipe.lr_at(state.step, state.steps))
     batches.seek(epoch, state.step)
     return captured(step)
-
-
-def _epsilon(recipe: Recipe, batches: Batches) -> Tensor | None:
-    """The adversarial step: a fraction of the range that each input value has in training."""
-    if not recipe.adversarial or not isinstance(batches, Resident):
-        return None
-    return recipe.adversarial * (batches.images.amax(0) - batches.images.amin(0))
-
-
-def _check_finite(state: TrainState, plan: Plan, batches: Batches, steps: int) -> None:
-    """Raise `Diverged` once the loss of a member, or its gradient, is NaN or infinite."""
-    diverged = state.monitor.diverged.tolist()  # of each member, the first step of this epoch, or inf
-    if (relative := min(diverged)) == torch.inf:
-        return
-    step = batches.steps(batches.epoch_of(state.step - 1)).start + int(relative)
-    members = [m for m, s in enumerate(diverged) if s == relative]
-    cause = "; or look for NaN in the DataLoader's batches" if isinstance(plan.train, DataLoader) else ""
-    cause = f"; or the cause is {plan.not_finite} of train" if plan.not_finite else cause
-    raise Diverged(
-        f"seed {plan.seed}: the loss of member {members}, or its gradient, is NaN or infinite at step "
-        f"{step}, with lr {plan.recipe.lr_at(step, steps):.3g}. The weights are those before it; so is a "
-        f"checkpoint, if there is one. Try a smaller lr, clip_norm=1, or precision='float32'{cause}."
-    )
-
-
-def _warn_of_dead_members(state: TrainState, row: dict[str, Any], *, named: bool) -> dict[str, Any]:
-    """The entry of a row for members that hardly learn, after a warning; empty if there are none."""
-    dead = state.monitor.dead_members(row["specialist_fraction"])
-    if dead:
-        warn(f"{f'seed {state.seed}: ' if named else ''}{state.monitor.dead_warning(dead)}")
-    return {"dead_members": dead} if dead else {}
 
 
 def _scores(
@@ -259,7 +190,7 @@ def _scores(
 
 
 def _describe(plan: Plan, batches: Batches, ignore_index: int | str | None) -> str:
-    """What tells the training data from others, to resume with the same."""
+    """The training data in words, to notice if a run is resumed with others."""
     text = batches.description
     if plan.transform is not None and plan.transform.is_fitted:
         text += f", transformed by {plan.transform.checksum[:12]}"

@@ -1,11 +1,11 @@
-"""Telemetry: sums and counts on the device, rows once an epoch, and an alarm for dead members.
+"""Telemetry: sums and counts on the device, rows once an epoch, and a warning about dead members.
 
 A row is a dict of JSON values; "epoch" is the number of epochs done. M members, B batch, C classes.
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,11 @@ import torch
 from torch import Tensor
 
 from .._files import needing_room, replacing
+from .._messages import warn
 from ..objectives import OracleLoss
 
-BATCH = (
-    "examples",
-    "loss",
-    "task",
-    "kl",
-    "specialist_entropy",
-    "nonspecialist_entropy",
-)  # sums over examples
+# sums over examples
+BATCH = ("examples", "loss", "task", "kl", "specialist_entropy", "nonspecialist_entropy")
 STEP = ("steps", "gradient_norm")  # sums over steps
 PATIENCE = 3  # epochs under a tenth of the fair share that make a member dead
 
@@ -32,9 +27,8 @@ class Monitor:
 
     def __init__(self, members: int, classes: int, overlap: int, device: torch.device) -> None:
         self.sums = torch.zeros(len(BATCH) + len(STEP), dtype=torch.float64, device=device)
-        self.assigned = torch.zeros(
-            members, classes, dtype=torch.float64, device=device
-        )  # one column if dense
+        # examples by specialist and class, and by class; one class if they are not counted by class
+        self.assigned = torch.zeros(members, classes, dtype=torch.float64, device=device)
         self.seen = torch.zeros(classes, dtype=torch.float64, device=device)
         # of each member, the first step of this epoch whose loss was not finite
         self.diverged = torch.full((members,), torch.inf, dtype=torch.float64, device=device)
@@ -55,29 +49,20 @@ class Monitor:
         beta: float,
         ignore_index: int | None = None,
     ) -> None:
-        """Add one batch. `targets` are classes (B,), or anything else for dense outputs.
-
-        Examples that are ignored altogether have no specialist.
-        """
-        v = loss.assignment  # (M, B)
-        others = ~v
-        counted = None
+        """Add one batch. Examples whose targets are all `ignore_index` have no specialist."""
+        v, batch = loss.assignment, len(targets)  # (M, B)
+        counted = torch.ones_like(v[0])  # (B,)
         if ignore_index is not None:
-            counted = (targets != ignore_index).reshape(len(targets), -1).any(1)  # (B,)
-            v, others = v & counted, others & counted
+            counted = (targets != ignore_index).reshape(batch, -1).any(1)
+        v, others = v & counted, ~v & counted
         entropy = torch.special.entr(logits.float().softmax(2)).sum(2).reshape(*v.shape, -1).mean(2)  # (M, B)
-        batch = v.shape[1]
         values = torch.stack([loss.task, loss.kl, entropy, entropy])  # (4, M, B)
         sums = values.where(torch.stack([v, others, v, others]), 0).sum((1, 2))
         means = torch.stack([loss.total.new_ones(()), loss.total])
         self.sums[: len(BATCH)] += torch.cat([means * batch, sums])
-        if len(self.seen) == 1:  # not by class
-            self.assigned.add_(v.double().sum(1, keepdim=True))
-            self.seen.add_(batch if counted is None else counted.sum())
-        else:
-            self.assigned.index_add_(1, targets.long(), v.double())
-            ones = torch.ones(batch, dtype=torch.float64, device=v.device)
-            self.seen.index_add_(0, targets.long(), ones)
+        column = targets.long() if len(self.seen) > 1 else torch.zeros_like(v[0], dtype=torch.long)
+        self.assigned.index_add_(1, column, v.double())
+        self.seen.index_add_(0, column, counted.double())
         used = torch.where(loss.assignment, loss.task, loss.kl if beta else torch.zeros_like(loss.kl))
         finite = used.isfinite().all(1)  # (M,)
         now = torch.where(finite, torch.inf, self.sums[len(BATCH)])
@@ -96,6 +81,10 @@ class Monitor:
     def broken(self) -> Tensor:
         """1 once a member's loss has not been finite, else 0; on the device."""
         return self.diverged.isfinite().any().float()
+
+    def steps(self) -> int:
+        """The steps of this epoch so far; waits for the device."""
+        return int(self.sums[len(BATCH)])
 
     def row(self) -> dict[str, Any]:
         """The means of the epoch so far as plain numbers: one copy from the device."""
@@ -119,34 +108,36 @@ class Monitor:
             tensor.zero_()
         self.diverged.fill_(torch.inf)
 
-    def dead_members(self, fractions: Sequence[float]) -> list[int]:
-        """The members that are dead as of this epoch; each is named once, and again only if it recovered."""
-        for m, fraction in enumerate(fractions):
-            self.epochs_below[m] = self.epochs_below[m] + 1 if fraction < self.fair_share / 10 else 0
-        return [m for m, epochs in enumerate(self.epochs_below) if epochs == PATIENCE]
+    def find_dead_members(self, row: dict[str, Any]) -> None:
+        """Warn of members that hardly learn, and add them to the row.
 
-    def dead_warning(self, members: Sequence[int]) -> str:
-        """The warning about members that `dead_members` named."""
-        names = ", ".join(map(str, members))
-        return (
-            f"{'Members' if len(members) > 1 else 'Member'} {names} won under a tenth of the fair share "
-            f"({self.fair_share:.0%} of the examples) for {PATIENCE} epochs, and hardly learns. Try a larger "
-            "overlap, a smaller beta or a warm start (a few epochs as an independent ensemble)."
-        )
+        Each is reported once, and again only if it recovered in between.
+        """
+        for m, fraction in enumerate(row["specialist_fraction"]):
+            self.epochs_below[m] = self.epochs_below[m] + 1 if fraction < self.fair_share / 10 else 0
+        dead = [m for m, epochs in enumerate(self.epochs_below) if epochs == PATIENCE]
+        if dead:
+            row["dead_members"] = dead
+            warn(
+                f"member {dead} won under a tenth of the fair share ({self.fair_share:.0%} of the examples) "
+                f"for {PATIENCE} epochs, and hardly learns. Try a larger overlap, a smaller beta or a warm "
+                "start (a few epochs as an independent ensemble)."
+            )
 
 
 class TelemetryFile:
     """Rows as JSON lines in the file `path` and, if asked, as scalars in the folder `tensorboard`."""
 
-    def __init__(self, path: Path, *, tensorboard: Path | None = None, epoch: float = 0) -> None:
-        """Drops the rows after `epoch`, to resume from a checkpoint made then; 0 starts anew."""
+    def __init__(self, path: Path, *, tensorboard: Path | None = None, step: int = 0) -> None:
+        """Drop the rows after `step`, to resume from a checkpoint of that step; 0 starts anew."""
         self.path, self.checkpoints = path, path.parent / "checkpoints"
-        self.board = _summary_writer(tensorboard, math.floor(epoch) + 1) if tensorboard else None
+        kept: list[str] = []
         if path.exists():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            kept = [f"{line}\n" for line in lines if _step(line) <= step]
             with replacing(path, self.checkpoints) as part:
-                kept = [f"{line}\n" for line in lines if _epoch(line) <= epoch]
                 part.write_text("".join(kept), encoding="utf-8")
+        self.board = _summary_writer(tensorboard, len(kept) + 1) if tensorboard else None
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one row. The file is opened for each, so that nothing is lost if the process is killed."""
@@ -154,7 +145,7 @@ class TelemetryFile:
             file.write((json.dumps(finite(row), allow_nan=False) + "\n").encode())
         if self.board:
             for name, value in _scalars({key: row[key] for key in row if key not in ("epoch", "seed")}):
-                self.board.add_scalar(name, value, math.ceil(row["epoch"]))
+                self.board.add_scalar(name, value, row["epoch"])
             self.board.flush()
 
     def close(self) -> None:
@@ -194,9 +185,9 @@ def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, value
 
 
-def _epoch(line: str) -> float:
-    """The epoch of a line; infinity if a kill or a full disk cut it short."""
+def _step(line: str) -> float:
+    """The step of a line; infinity if a kill or a full disk cut it short."""
     try:
-        return float(json.loads(line)["epoch"])
+        return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, RecursionError):
         return math.inf

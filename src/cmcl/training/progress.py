@@ -1,4 +1,4 @@
-"""How far a run is, for a person who watches."""
+"""The progress of a run, for a person who watches it."""
 
 import math
 import sys
@@ -22,10 +22,10 @@ REFRESH_SECONDS = 0.25  # drawing the bar takes about a millisecond
 
 
 class Progress:
-    """What a person sees on stderr: a bar on a terminal, a line an epoch when piped, nothing when `quiet`."""
+    """Progress on stderr: a bar on a terminal, a line an epoch when piped, nothing when `quiet`."""
 
-    def __init__(self, epochs: float, *, quiet: bool = False, title: str = "") -> None:
-        self.epochs, self.title = epochs, title
+    def __init__(self, epochs: int, *, quiet: bool = False) -> None:
+        self.epochs = epochs
         self._numbers: dict[str, Any] = {}  # the last known
         self._console = Console(stderr=True, quiet=quiet)
         # isatty as well, because FORCE_COLOR alone would fill a log file with bars.
@@ -55,15 +55,12 @@ class Progress:
         if self._bar:
             self._draw(self._bar, row["epoch"], time.monotonic())
         else:
-            self.note(" ".join(filter(None, [self.title, self._count(row["epoch"]), _describe(row)])))
-
-    def note(self, text: str) -> None:
-        """A line of its own, above the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            text = f"{self._count(row['epoch'])} {_describe(row)}"
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         if self._bar:
-            self._bar.add_task(self.title, total=self.epochs, count=self._count(1), numbers="", left="")
+            self._bar.add_task("", total=self.epochs, count=self._count(1), numbers="", left="")
             self._bar.start()
         return self
 
@@ -76,14 +73,14 @@ class Progress:
         bar.update(
             bar.task_ids[0],
             completed=done,
-            count=self._count(min(math.floor(done) + 1, math.ceil(self.epochs))),  # the one under way
+            count=self._count(min(math.floor(done) + 1, self.epochs)),  # the current one
             numbers=_describe(self._numbers),
             left=self._left(done, now),
             refresh=True,
         )
 
-    def _count(self, epoch: float) -> str:
-        return f"epoch {epoch:g}/{self.epochs:g}"
+    def _count(self, epoch: int) -> str:
+        return f"epoch {epoch}/{self.epochs}"
 
     def _left(self, done: float, now: float) -> str:
         """The time to the end at the mean speed of this process: a resumed run's past took no time here."""
@@ -95,9 +92,8 @@ class Progress:
 
 
 def _bar(console: Console) -> rich.progress.Progress:
-    """A bar that is drawn when told to, without a thread that would compete with training."""
+    """A bar that is drawn on demand, without a thread that would compete with training."""
     return rich.progress.Progress(
-        rich.progress.TextColumn("{task.description}", markup=False),
         rich.progress.TextColumn("{task.fields[count]}"),
         rich.progress.BarColumn(bar_width=20),
         rich.progress.TextColumn("{task.fields[left]}"),

@@ -4,6 +4,7 @@
 of it in a graph, with a stream per member, and replays that. M members, B batch, C classes.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,25 +16,50 @@ from torch import Tensor, nn
 from .. import _checks
 from ..ensemble import Ensemble
 from ..objectives import OracleLoss, confident_oracle_loss, independent_loss
-from .batches import Batches, epoch_seed
+from .batches import Batches, Resident, epoch_seed
 from .config import Recipe
 from .cuda import Compiler, Runner, copy_all
 from .monitor import Monitor
 from .optim import make_optimizer
 
 
-class TrainState:
-    """Everything that training changes: weights, optimizer, telemetry, random states, the step."""
+class Diverged(RuntimeError):
+    """A loss became NaN or infinite; the weights are those before it."""
 
-    def __init__(
-        self, ensemble: Ensemble, recipe: Recipe, seed: int, classes: int, device: torch.device
-    ) -> None:
-        self.ensemble, self.recipe, self.seed, self.device = ensemble, recipe, seed, device
+
+class TrainState:
+    """Everything that training changes: weights, optimizer, telemetry, random states, the step.
+
+    Args:
+        ensemble: on the device where it is trained.
+        recipe: of the run.
+        seed: of masks, labels and dropout.
+        classes: number of classes by which specialists are counted; 1: they are not.
+        steps: of the whole run.
+    """
+
+    def __init__(self, ensemble: Ensemble, recipe: Recipe, seed: int, classes: int, steps: int) -> None:
+        self.ensemble, self.recipe, self.seed, self.steps = ensemble, recipe, seed, steps
+        self.device = next(ensemble.parameters()).device
         self.optimizer = make_optimizer(ensemble, recipe)
-        self.monitor = Monitor(len(ensemble.members), classes, recipe.objective["overlap"], device)
+        self.monitor = Monitor(len(ensemble.members), classes, recipe.objective["overlap"], self.device)
         # of masks, labels and dropout on the CPU; on CUDA they come from the device's generator
         self.random = torch.Generator().manual_seed(epoch_seed(seed, -1)).get_state()
         self.step = 0
+
+    def check_finite(self) -> None:
+        """Raise `Diverged` if a loss or gradient of this epoch is not finite; waits for the device."""
+        diverged = self.monitor.diverged.tolist()  # of each member, the first step of this epoch, or inf
+        if (first := min(diverged)) == math.inf:
+            return
+        step = self.step - self.monitor.steps() + int(first)
+        members = [m for m, number in enumerate(diverged) if number == first]
+        raise Diverged(
+            f"seed {self.seed}: the loss of member {members}, or its gradient, is NaN or infinite at step "
+            f"{step}, with lr {self.recipe.lr_at(step, self.steps):.3g}. The weights are those before it; so "
+            "is a checkpoint, if there is one. Try a smaller lr, clip_norm=1, or precision='float32', and "
+            "look for NaN in the training data."
+        )
 
 
 class Step:
@@ -45,15 +71,15 @@ class Step:
         batches: Batches,
         *,
         objective: dict[str, Any],  # arguments of confident_oracle_loss; a warm start has its own
-        ignore_index: int | None = None,
         precision: str = "float32",
         compile: bool = False,
         streams: bool = False,
-        epsilon: Tensor | None = None,  # adversarial step, of the shape of one input
     ) -> None:
-        self.state, self.batches = state, batches
-        self.objective, self.ignore_index, self.epsilon = objective, ignore_index, epsilon
-        self.precision = precision
+        self.state, self.batches, self.precision = state, batches, precision
+        self.objective = {"task": None, "ignore_index": None} | objective
+        self.epsilon: Tensor | None = None  # adversarial step: a fraction of each input value's range
+        if state.recipe.adversarial and isinstance(batches, Resident):
+            self.epsilon = state.recipe.adversarial * (batches.images.amax(0) - batches.images.amin(0))
         compiler = Compiler() if compile else None
         self.run = Runner(len(state.ensemble.members) if streams else 0, compiler)
         self.loss = compiler(_loss) if compiler else _loss
@@ -82,15 +108,15 @@ class Step:
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss of one part of a batch, counted by the monitor."""
-        monitor, options = self.state.monitor, {**self.objective, "ignore_index": self.ignore_index}
-        with _autocast(x.device, self.precision):
+        monitor, bf16 = self.state.monitor, self.precision == "bf16"
+        with torch.autocast(x.device.type, torch.bfloat16) if bf16 else nullcontext():
             if self.epsilon is None:
                 logits, attacked = self.logits(x), None
             else:
                 logits, attacked = self.adversarial_logits(x, targets, self.epsilon)
-        total: Tensor = self.loss(logits, targets, monitor, options).total
+        total: Tensor = self.loss(logits, targets, monitor, self.objective).total
         if attacked is not None:
-            more: Tensor = self.loss(attacked, targets, None, options).total
+            more: Tensor = self.loss(attacked, targets, None, self.objective).total
             monitor.count_more(more, len(x))
             total = total + more
         return total
@@ -116,8 +142,8 @@ class Step:
         clean = [x.detach().requires_grad_() for _ in self.state.ensemble.members]
         logits = self._each(clean)
         # A member's loss depends on its own copy of x alone, so one backward pass serves all members.
-        task, ignore_index = self.objective.get("task"), self.ignore_index
-        total = independent_loss(logits, targets, task=task, ignore_index=ignore_index).total
+        given = {key: self.objective[key] for key in ("task", "ignore_index")}
+        total = independent_loss(logits, targets, **given).total
         gradients = torch.autograd.grad(total, clean, retain_graph=True)
         return logits, self._each([(x + epsilon * gradient.sign()).detach() for gradient in gradients])
 
@@ -151,11 +177,11 @@ class Step:
         torch.set_rng_state(outside)
 
 
-def _loss(logits: Tensor, targets: Tensor, monitor: Monitor | None, options: dict[str, Any]) -> OracleLoss:
-    loss = confident_oracle_loss(logits, targets, **options)
+def _loss(logits: Tensor, targets: Tensor, monitor: Monitor | None, objective: dict[str, Any]) -> OracleLoss:
+    loss = confident_oracle_loss(logits, targets, **objective)
     if monitor is not None:
-        beta, ignore_index = options["beta"], options["ignore_index"]
-        monitor.count(loss, logits, targets, beta=beta, ignore_index=ignore_index)
+        given = {key: objective[key] for key in ("beta", "ignore_index")}
+        monitor.count(loss, logits, targets, **given)
     return loss
 
 
@@ -208,7 +234,3 @@ def _views(flat: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
     """The inverse of `_flat`."""
     parts = flat.split([t.numel() for t in tensors.values()])
     return [part.view(t.shape) for part, t in zip(parts, tensors.values(), strict=True)]
-
-
-def _autocast(device: torch.device, precision: str) -> Any:
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
