@@ -160,7 +160,7 @@ def paper_figures(evidence: Evidence) -> dict[str, Figure | None]:
 def _of_cells(evidence: Evidence, ids: Iterable[str]) -> list[Run]:
     """The first record of each cell, labelled with its method."""
     found = {}
-    for record in (record for id in ids for record in evidence.standing(id)[:1]):
+    for record in (record for id in ids for record in evidence.filling[id][:1]):
         adversarial = ", adversarially trained" if record.recipe.get("adversarial") else ""
         found[record.identity] = Run.of(record, METHODS[method_of(record)] + adversarial)
     return list(found.values())

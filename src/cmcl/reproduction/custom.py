@@ -25,7 +25,8 @@ from ..training.config import Recipe
 from ..training.monitor import finite
 from ..training.preflight import fitting
 from . import environment
-from .evaluate import Gallery, evaluate_run, predictions
+from .evaluate import evaluate_run, predictions
+from .gallery import GalleryBuilder
 from .record import Network, Record
 
 PIXELS = (torch.uint8, torch.float32)
@@ -68,7 +69,7 @@ def record(
     folder, recipe, seed = Path(folder), _as_loaded(fitting(recipe, ensemble), result), result.seed
     rows = [_plain(row, seed) for row in result.rows]
     data, other = _test_data(ensemble, test, ignore_index), _ood_data(ood)
-    gallery = Gallery(data, data.images) if isinstance(data, Dataset) else None
+    gallery = GalleryBuilder(data, data.images) if isinstance(data, Dataset) else None
     ood_images = None if other is None else other.images
     found = evaluate_run(ensemble, data.images, data.targets, ood=ood_images, seed=seed, gallery=gallery)
     ensemble.save(folder / "ensemble")

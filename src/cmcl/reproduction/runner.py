@@ -28,7 +28,8 @@ from ..training.checkpoint import last_step, locked
 from ..training.config import Recipe
 from ..training.preflight import preflight
 from . import environment
-from .evaluate import Gallery, evaluate_errors, evaluate_run
+from .evaluate import evaluate_errors, evaluate_run
+from .gallery import GalleryBuilder
 from .recipes import OOD, find
 from .record import Record, read
 
@@ -168,7 +169,7 @@ def _evaluate(
         highlight=False,
         soft_wrap=True,
     )
-    gallery = Gallery(test, sets.test_images)
+    gallery = GalleryBuilder(test, sets.test_images)
     evaluated = evaluate_run(
         ensemble,
         test.images,
