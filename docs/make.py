@@ -133,7 +133,9 @@ def icoseg() -> str:
     """Figures 4b and 4c as a table; one member alone is the same for every method."""
     rows = []
     for m in range(1, 6):
-        cells = [EVIDENCE.cells[f"fig4bc/icoseg-fcn-m{m}-{method}"]["ours"] for method in ("ie", "mcl", "cmcl")]
+        cells = [
+            EVIDENCE.cells[f"fig4bc/icoseg-fcn-m{m}-{method}"]["ours"] for method in ("ie", "mcl", "cmcl")
+        ]
         keys = ("picked", "top1", "oracle")
         rows.append([m, *(f"{ours[key]['mean']:.2f}" if ours else "–" for key in keys for ours in cells)])
     scores = ("most confident member", "averaged prediction", "oracle")
@@ -244,7 +246,9 @@ def svhn_whitened() -> str:
     for single, title in ((True, "single network (mean of IE's members)"), (False, "IE")):
         errors = [cells[single].errors(record)["top1"] for record in (whitened, ours)]
         rows.append([title, *(f"{error:.2f}" for error in (cells[single].paper["top1"], *errors))])
-    return table("top-1 %, ResNet-20, SVHN, seed 0 |> paper |> contrast and ZCA |> mean and standard deviation", rows)
+    return table(
+        "top-1 %, ResNet-20, SVHN, seed 0 |> paper |> contrast and ZCA |> mean and standard deviation", rows
+    )
 
 
 def sharing_variants() -> str:

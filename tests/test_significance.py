@@ -5,6 +5,7 @@ from scipy import stats
 
 from cmcl.reproduction.record import spread
 from cmcl.reproduction.significance import Comparison
+from report_samples import made_record
 
 A, B = [8.0, 9.0, 8.2, 8.9], [11.0, 12.5, 10.1]
 
@@ -47,6 +48,19 @@ def test_one_run_beside_several_takes_their_variance():
 def test_by_hand(mine, other, examples, expected):
     assert Comparison(spread(mine), spread(other), examples).significant is expected
     assert Comparison(spread(other), spread(mine), examples).significant is expected
+
+
+def test_the_change_in_percent():
+    pair = Comparison(spread([9.96]), spread([10.0]), 100)
+    assert pair.gain == pytest.approx(0.4)
+    assert str(pair) == "9.96 against 10.00 %: 0.4 % lower (n = 1 and 1, z-test over 100 examples, p = 0.99)"
+    assert "0.4 % higher" in str(Comparison(pair.other, pair.mine, 100))
+    assert Comparison(pair.mine, spread([0.0]), 100).gain == 0
+    assert Comparison(pair.mine, pair.mine, 100).p_value == 1
+    records = [made_record("digits-ie", test_examples=n) for n in (7, 5)]
+    assert Comparison.of(records[:1], records[1:]).examples == 5
+    dense = made_record("shapes-ie", classes=2)
+    assert Comparison.of([dense], [dense]).examples is None
 
 
 def test_the_description_names_runs_test_and_p():
