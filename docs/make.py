@@ -130,17 +130,17 @@ def demo() -> str:
 
 
 def icoseg() -> str:
-    """Figures 4b and 4c as a table: most confident member, averaged prediction, oracle."""
-
-    def cell(m: int, method: str) -> str:
-        ours = EVIDENCE.cells[f"fig4bc/icoseg-fcn-m{m}-{method}"]["ours"]
-        if m == 1 and method != "ie":
-            return "as IE"
+    """Figures 4b and 4c as a table; one member alone is the same for every method."""
+    rows = []
+    for m in range(1, 6):
+        cells = [
+            EVIDENCE.cells[f"fig4bc/icoseg-fcn-m{m}-{method}"]["ours"] for method in ("ie", "mcl", "cmcl")
+        ]
         keys = ("picked", "top1", "oracle")
-        return " / ".join(f"{ours[key]['mean']:.2f}" for key in keys) if ours else "not measured"
-
-    rows = [[m, *(cell(m, method) for method in ("ie", "mcl", "cmcl"))] for m in range(1, 6)]
-    return table("> members |> IE |> MCL |> CMCL", rows)
+        rows.append([m, *(f"{ours[key]['mean']:.2f}" if ours else "–" for key in keys for ours in cells)])
+    scores = ("most confident member", "averaged prediction", "oracle")
+    heads = [f"{score}: {method}" for score in scores for method in ("IE", "MCL", "CMCL")]
+    return table(" |> ".join(["> members", *heads]), rows)
 
 
 def icoseg_search() -> str:
@@ -164,12 +164,12 @@ def small_cnn() -> str:
         changes += [f"`preprocess={recipe['preprocess']}`"] * (recipe["preprocess"] != "gcn_zca")
         epochs = recipe["steps"] * recipe["batch_size"] / (50_000 * (1 - recipe["validation"]))
         rows.append([f"{epochs:.0f}", ", ".join(changes) or "nothing", *top1(record)])
-    heads = "> epochs | differs from the authors' program by |> held-out top-1 % |> test top-1 %"
+    heads = "> epochs | differs from the authors' code by |> held-out top-1 % |> test top-1 %"
     return table(heads, rows)
 
 
 TREATMENTS = {  # of dropout before max-pooling at test time, as benchmarks/dropout_at_test.py calls them
-    "shrunk": "halved (the program)",
+    "shrunk": "halved (the authors' code)",
     "expected": "mean over the masks",
     "drawn 8 times": "eight draws, averaged",
 }
@@ -235,7 +235,7 @@ def sharing_seeds() -> str:
         classes = sorted((sum((x or 0) > 90 for x in member) for member in record.classwise), reverse=True)
         listed = ", ".join(map(str, classes))
         rows.append([record.seed, f"{errors['top1']:.2f}", f"{errors['oracle']:.2f}", listed])
-    return table("> seed |> top-1 % |> oracle % | classes that the members master", rows)
+    return table("> seed |> top-1 % |> oracle % | classes that each member specialises in", rows)
 
 
 def svhn_whitened() -> str:
@@ -243,10 +243,12 @@ def svhn_whitened() -> str:
     (path,) = (RESULTS / "tried").glob("svhn-resnet20-ie--*")
     whitened, ours, rows = Record.load(path), seeds_of("svhn-resnet20-ie")[0], []
     cells = {c.single: c for c in select(["table3"]) if c.paper and c.name == ours.name}
-    for single, title in ((True, "single network"), (False, "IE")):
+    for single, title in ((True, "single network (mean of IE's members)"), (False, "IE")):
         errors = [cells[single].errors(record)["top1"] for record in (whitened, ours)]
         rows.append([title, *(f"{error:.2f}" for error in (cells[single].paper["top1"], *errors))])
-    return table("top-1 %, ResNet-20, SVHN, seed 0 |> paper |> contrast and ZCA |> mean and deviation", rows)
+    return table(
+        "top-1 %, ResNet-20, SVHN, seed 0 |> paper |> contrast and ZCA |> mean and standard deviation", rows
+    )
 
 
 def sharing_variants() -> str:

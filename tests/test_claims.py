@@ -133,10 +133,14 @@ def test_feature_sharing_has_a_cost_of_its_own():
 def test_short_runs_are_reported_and_not_counted():
     long = [made_record(name, seconds=200.0) for name in (IE, CMCL)]
     seconds = {"cmcl": 112.0, "ie": 15.0, "mcl": 29.0}
-    short = [made_record(f"icoseg-fcn-m5-{m}", classes=2, seconds=s) for m, s in seconds.items()]
+    short = [
+        made_record(f"icoseg-fcn-m{m}-{method}", classes=2, seconds=s)
+        for m in (4, 5)
+        for method, s in seconds.items()
+    ]
     found = verdict([*long, *short], "introduction")
     assert (found.status, found.measured, found.counted) == (HOLDS, 1, 1)
-    assert [part.status for part in found.parts] == [HOLDS, LEFT_OUT]
+    assert [part.status for part in found.parts] == [HOLDS, LEFT_OUT, LEFT_OUT]
     assert found.parts[1].found.startswith("112 against 15 s")
     assert verdict(short, "introduction").status == UNMEASURED
 
@@ -223,3 +227,7 @@ def test_segmentation_needs_seeds():
     assert verdict(icoseg(1, better, better), "figure 4b").status == UNTESTED
     assert verdict(icoseg(1, worse, better), "figure 4b").status == INCONCLUSIVE
     assert verdict(icoseg(1, better, better)[:-1], "figure 4b").status == UNMEASURED
+    equal = verdict(icoseg(1, (10.0, 10.0, 10.0), better), "figure 4b")
+    assert equal.parts[0].status == INCONCLUSIVE, "equal is not lower"
+    printed = [part.text for part in equal.parts if "half of the printed" in part.text]
+    assert [text.split(":")[0] for text in printed] == ["M=5", "M=5"]

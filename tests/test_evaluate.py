@@ -18,13 +18,12 @@ from cmcl.data.dataset import IGNORE, Dataset
 from cmcl.reproduction import find
 from cmcl.reproduction.evaluate import (
     Entropies,
-    Gallery,
     accumulated,
-    disputed,
     evaluate_errors,
     evaluate_run,
     predictions,
 )
+from cmcl.reproduction.gallery import GalleryBuilder, disputed
 from cmcl.reproduction.recipes import DIGITS
 from cmcl.reproduction.runner import build
 from report_samples import changed
@@ -35,7 +34,7 @@ TINY = changed(
 
 
 def write_gallery(folder, probs, test, images, batch=2):
-    gallery = Gallery(test, images)
+    gallery = GalleryBuilder(test, images)
     for start in range(0, probs.shape[1], batch):
         gallery.update(probs[:, start : start + batch], start)
     gallery.write(folder)

@@ -11,6 +11,9 @@ RECORD = made_record("cifar10-resnet20-ie")
 OTHER = made_record("cifar10-resnet20-ie", 1)
 
 
+UNEVEN = RECORD.calibration["reliability"] | {"count": [1]}
+
+
 def errors(value):
     one = {"top1": value, "picked": value, "oracle": value}
     return {"expected": one, "sampled": one}
@@ -54,6 +57,9 @@ def test_the_schema_is_frozen():
         ({"members": [float("nan")] * 5}, "finite"),
         ({"classwise": [[1.0], [1.0, 2.0], [1.0], [1.0], [1.0]]}, "classwise"),
         ({"classwise": [[None]] * 5}, "classwise"),
+        ({"classwise": [[]] * 5}, "classwise"),
+        ({"entropy": RECORD.entropy | {"other": [[1], [1, 2], [1], [1], [1]]}}, "50 bins"),
+        ({"calibration": RECORD.calibration | {"reliability": UNEVEN}}, "one length"),
         ({"seconds": "long"}, "seconds"),
         ({"seconds": 10**400}, "seconds"),
         ({"test_examples": 10**400}, "test_examples"),

@@ -47,10 +47,7 @@ def test_a_late_bloomer_can_win_if_it_survives():
     rungs = successive_halving(candidates(9), lambda name, recipe: abs(recipe.beta - recipe.epochs))
     assert rungs[0].kept == ["c0", "c1", "c2"]  # after 1 epoch, beta 1 is best
     assert rungs[1].kept == ["c2"]  # after 3, beta 3
-
-
-def test_ties_go_to_the_first():
-    assert successive_halving(candidates(4), lambda *_: 7.0, eta=2)[-1].kept == ["c0"]
+    assert successive_halving(candidates(4), lambda *_: 7.0, eta=2)[-1].kept == ["c0"], "ties go to the first"
 
 
 @settings(max_examples=50, deadline=None)
@@ -243,8 +240,5 @@ def test_the_first_rung(count, eta, share):
 def test_errors(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         tune(**{"name": "digits-cmcl", "out": tmp_path} | change)
-
-
-def test_no_candidates():
     with pytest.raises(ValueError, match="at least one recipe. Got none."):
         successive_halving({}, lambda *_: 0.0)

@@ -4,6 +4,7 @@ A figure is a row of small panels, which the page lays out by its width. Colours
 M members, C classes.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..data.registry import DATASETS
 from ..reproduction.cells import CELLS, Evidence
 from ..reproduction.claims import median_entropy, pooled, specialisation
 from .load import METHODS, Row, Run
-from .tables import Column, Table, Value, dataset_title, names, number
+from .tables import Column, Table, Value, dataset_title, number
 from .theme import COLOURS, DASHES, LIGHT, TURN, config, themed
 
 Point = dict[str, Any]
@@ -62,11 +63,12 @@ class Figure:
 
 def heat_maps(id: str, title: str, runs: Sequence[Run], classes: Sequence[str] = ()) -> Figure:
     """Figure 1: each member's accuracy on each class."""
-    panels = [_heat_map(run, classes) for run in runs]
     rows = [[Value(run.label), number(specialisation(run.measured), 1)] for run in runs]
-    caption = "Points between the best and the worst member of a class, mean over the classes"
-    numbers = Table(f"{id}-numbers", caption, [*names("Run"), Column("Points")], rows)
+    numbers = _numbers(
+        id, "Points between the best and the worst member of a class, mean", ["Run", "Points"], rows
+    )
     caption = "Accuracy of each member on each class, in percent. Specialists have light and dark cells."
+    panels = [_heat_map(run, classes) for run in runs]
     return Figure(id, title, caption, panels, numbers, scale=("0 %", "100 %"))
 
 
@@ -114,8 +116,8 @@ def entropies(id: str, title: str, runs: Sequence[Run], *, averaged: Container[s
             [Value(run.label), Value(name), number(100 * (median_entropy(counts) or 0), 0)]
             for name, counts in found.items()
         ]
-    columns = [*names("Run", "Images"), Column("Median, %")]
-    numbers = Table(f"{id}-numbers", "Median entropy in percent of the largest", columns, rows, keys=2)
+    heads = ["Run", "Images", "Median, %"]
+    numbers = _numbers(id, "Median entropy in percent of the largest", heads, rows, keys=2)
     caption = "Entropy of the predictions of all members: 0 is certain, the largest is uniform."
     if any(run.method in averaged for run in runs):
         caption += " For the independent ensemble, of the averaged prediction."
@@ -182,8 +184,7 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
     size = alt.Size("images:Q", legend=None, scale=alt.Scale(range=[15, 160]))
     drawn = diagonal + lines.mark_line(strokeWidth=1.5) + lines.mark_circle(opacity=0.9).encode(size=size)
     rows = [[Value(run.label), number(run.measured.calibration["ece"])] for run in runs]
-    columns = [*names("Run"), Column("ECE, %")]
-    numbers = Table(f"{id}-numbers", "Expected calibration error", columns, rows)
+    numbers = _numbers(id, "Expected calibration error", ["Run", "ECE, %"], rows)
     caption = (
         "Confidence of the averaged prediction against its accuracy; the size of a circle is the number of "
         "images. On the diagonal it is calibrated, above underconfident, below overconfident. Temperature "
@@ -208,8 +209,8 @@ def risk_coverage(id: str, title: str, runs: Sequence[Run]) -> Figure:
     chart = chart.encode(
         y=_percent("error", "risk, %", points), tooltip=["label:N", "coverage:Q", _tip("error")]
     )
-    columns = [*names("Run"), *(Column(f"{percent} % coverage") for percent in shown)]
-    numbers = Table(f"{id}-numbers", "Error of the most confident predictions, %", columns, rows)
+    heads = ["Run", *(f"{percent} % coverage" for percent in shown)]
+    numbers = _numbers(id, "Error of the most confident predictions, %", heads, rows)
     caption = "Risk: error of the most confident predictions. Coverage: the fraction of images predicted."
     return Figure(id, title, caption, [_panel("", chart, 260)], numbers, legend=legend)
 
@@ -232,9 +233,14 @@ def training(id: str, title: str, runs: Sequence[Run]) -> Figure:
         points = [point for curve in curves if any(p["value"] for p in curve) for point in curve]
         if len({point["epoch"] for point in points}) > 1:
             panels.append(_epochs(name, points, legend))
-    columns = [*names("Run"), Column("Epochs"), Column("Last loss"), Column("Last top-1, %")]
-    columns += names("Dead members")
-    numbers = Table(f"{id}-numbers", "After the last epoch", columns, [_ending(run) for run in runs])
+    rows = []
+    for run in runs:
+        last, top1 = run.rows[-1], [row.top1 for row in run.rows if row.top1 is not None]
+        dead = ", ".join(map(str, sorted({member for row in run.rows for member in row.dead_members})))
+        ending = [number(last.epoch, 0), number(last.loss, 4), number(top1[-1] if top1 else None)]
+        rows.append([Value(run.label), *ending, Value(dead or "none")])
+    heads = ["Run", "Epochs", "Last loss", "Last top-1, %", "Dead members"]
+    numbers = _numbers(id, "After the last epoch", heads, rows)
     caption = "Specialists of an example learn its label; the others learn a uniform prediction."
     return Figure(id, title, caption, panels, numbers, legend=legend)
 
@@ -252,19 +258,6 @@ def _epochs(name: str, points: list[Point], legend: Sequence[Series]) -> Panel:
     y = _percent("value", None, points) if name.endswith("error, %") else alt.Y("value:Q", title=None)
     tooltip: list[Any] = ["label:N", "epoch:Q", alt.Tooltip("value:Q", title=name)]
     return _panel(name, chart.encode(y=y, tooltip=tooltip), 190)
-
-
-def _ending(run: Run) -> list[Value]:
-    last = run.rows[-1]
-    top1 = next((row.top1 for row in reversed(run.rows) if row.top1 is not None), None)
-    dead = sorted({member for row in run.rows for member in row.dead_members})
-    return [
-        Value(run.label),
-        number(last.epoch, 0),
-        number(last.loss, 4),
-        number(top1),
-        Value(", ".join(map(str, dead)) or "none"),
-    ]
 
 
 def specialist_fraction(id: str, title: str, run: Run, runs: int) -> Figure:
@@ -291,10 +284,7 @@ def specialist_fraction(id: str, title: str, run: Run, runs: int) -> Figure:
         panels = [_epochs("specialist, %", points, series(point["run"] for point in points))]
     last = run.rows[-1].specialist_fraction
     cells = [[Value(f"member {i}"), number(100 * rate, 1)] for i, rate in enumerate(last)]
-    columns = [*names("Member"), Column("Specialist, %")]
-    numbers = Table(
-        f"{id}-numbers", "Examples of the last epoch for which a member is a specialist", columns, cells
-    )
+    numbers = _numbers(id, "Specialist in the last epoch", ["Member", "Examples, %"], cells)
     scale = ("0 %", "100 %") if len(panels) > 1 else None
     legend = [] if scale else series(f"member {i}" for i in range(len(last)))
     return Figure(id, title, f"{caption}.", panels, numbers, legend, narrow=len(panels) > 1, scale=scale)
@@ -355,8 +345,8 @@ def against_members(id: str, title: str, evidence: Evidence) -> Figure | None:
         ]
     if not panels:
         return None
-    columns = [*names("Panel", "Method"), Column("Members"), Column("Error, %"), Column("n")]
-    numbers = Table(f"{id}-numbers", "Measured so far", columns, rows, keys=3)
+    heads = ["Panel", "Method", "Members", "Error, %", "n"]
+    numbers = _numbers(id, "Measured so far", heads, rows, keys=3)
     caption = "Error against the number of members, mean over the seeds."
     legend = [one for one in METHOD_SERIES if any(row[1].text == one.name for row in rows)]
     return Figure(id, title, caption, panels, numbers, legend=legend)
@@ -383,31 +373,31 @@ def tuning(result: Mapping[str, Any]) -> Figure:
         panels.append(_panel(rung["length"], cells + text, 40 * len({row["overlap"] for row in points})))
         keys = ("beta", "overlap", "held_out")
         rows += [[Value(rung["length"]), *(number(row[key]) for key in keys)] for row in points]
-    columns = [*names("Round"), Column("Beta"), Column("K"), Column("Held-out error, %")]
-    numbers = Table("tuning-numbers", "Held-out errors", columns, rows, keys=3)
+    heads = ["Round", "Beta", "K", "Held-out error, %"]
+    numbers = _numbers("tuning", "Held-out errors", heads, rows, keys=3)
     title = f"{result['recipe']}: chosen beta {result['beta']:g}, K {result['overlap']}"
     return Figure("tuning", title, "Held-out error in percent.", panels, numbers)
 
 
+def _numbers(
+    id: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[Value]], keys: int = 1
+) -> Table:
+    """The numbers of a figure; a column is numeric if its values can be sorted as numbers."""
+    numeric = [any(row[i].sort is not None for row in rows) for i in range(len(heads))]
+    columns = [Column(head, numeric=flag) for head, flag in zip(heads, numeric, strict=True)]
+    return Table(f"{id}-numbers", caption, columns, rows, keys=keys)
+
+
 def series(labels: Iterable[str], methods: Mapping[str, str | None] | None = None) -> list[Series]:
     """A colour for each name: its method's if no other name has that method, else the next free one."""
-    labels, methods = list(dict.fromkeys(labels)), methods or {}
-    order = ("cmcl", "ie", "mcl", "single")
-    used = [methods.get(name) for name in labels]
-    fixed = {
-        name: order.index(m)
-        for name, m in zip(labels, used, strict=True)
-        if m in order and used.count(m) == 1
-    }
-    free = [i for i in range(len(COLOURS)) if i not in fixed.values()]
-    others = [name for name in labels if name not in fixed]
-    found: list[Series] = []
-    for name in labels:
-        # once all colours are in use they repeat with another dash
-        turn, place = (0, 0) if name in fixed else divmod(others.index(name), len(free))
-        i = fixed[name] if name in fixed else free[place]
-        found.append(Series(name, COLOURS[i], DASHES[(i + turn) % len(DASHES)]))
-    return found
+    used = {name: (methods or {}).get(name) for name in labels}
+    order, count = ("cmcl", "ie", "mcl", "single"), Counter(used.values())
+    fixed = {name: (order.index(m), 0) for name, m in used.items() if m in order and count[m] == 1}
+    free = [i for i in range(len(COLOURS)) if (i, 0) not in fixed.values()]
+    # once all colours are in use they repeat with another dash
+    others = ((i, turn) for turn in range(len(used)) for i in free)
+    places = {name: fixed[name] if name in fixed else next(others) for name in used}
+    return [Series(name, COLOURS[i], DASHES[(i + turn) % len(DASHES)]) for name, (i, turn) in places.items()]
 
 
 METHOD_SERIES = series(("CMCL", "IE", "MCL", "IE with sharing"), {"CMCL": "cmcl", "IE": "ie", "MCL": "mcl"})

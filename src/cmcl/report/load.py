@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
@@ -18,8 +17,8 @@ from pydantic import ConfigDict, Field
 from .._files import parse_json, read_json
 from .._schema import Schema
 from ..reproduction.cells import Evidence
+from ..reproduction.gallery import Gallery
 from ..reproduction.record import Record
-from .gallery import Gallery
 
 METHODS = {"single": "single network", "ie": "IE", "mcl": "MCL", "cmcl": "CMCL"}  # in the order of tables
 LARGEST = 64 * 2**20  # bytes of telemetry
@@ -122,18 +121,6 @@ class Inputs:
 def method_of(record: Record) -> str:
     """A key of METHODS: one member alone is a single network."""
     return "single" if len(record.members) == 1 else str(record.recipe["method"])
-
-
-def errors(record: Record) -> dict[str, float]:
-    """The numbers of a record that tables show, in percent."""
-    found = record.errors["expected"]
-    return {
-        "top1": found["top1"],
-        "picked": found["picked"],
-        "oracle": found["oracle"],
-        "member": fmean(record.members),
-        "ece": record.calibration["ece"],
-    }
 
 
 def load(sources: Sequence[str | Path]) -> Inputs:

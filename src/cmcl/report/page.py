@@ -3,8 +3,10 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from .tables import Table, dataset_title, headline_table, paper_table, run_table
 from .theme import DARK, LIGHT, config
 
 TEMPLATES = Path(__file__).parent / "template"
+FIGURE3 = {cell.recipe.data for cell in CELLS if cell.where[0] == "fig3"}  # datasets with images in figure 3
 CARDS = (
     "The test images on which members disagree most confidently. An arrow marks the most confident member; "
     "all is the averaged prediction."
@@ -53,7 +56,8 @@ class Section:
 def render(inputs: Inputs) -> str:
     """The page."""
     verdicts = judge(inputs.evidence) if inputs.paper else []
-    parts, sentences = sections(inputs, verdicts), summary([run for run in inputs.runs if run.record])
+    own = [run for run in inputs.runs if run.record]
+    parts, sentences = sections(inputs, verdicts), summary(own)
     if inputs.paper:
         sentences = [*paper_summary(inputs.evidence), coverage(inputs.evidence, verdicts), *sentences]
     specs = {f"{f.id}-{i}": p.spec for part in parts for f in part.figures for i, p in enumerate(f.panels)}
@@ -63,7 +67,11 @@ def render(inputs: Inputs) -> str:
         title=f"Confident multiple choice learning: {'reproduction' if inputs.paper else 'runs'}",
         version=__version__,
         sentences=sentences,
-        headline=_headline(inputs),
+        headline=headline_table(inputs.evidence)
+        if inputs.paper
+        else run_table(repeats(own))
+        if own
+        else None,
         skipped=inputs.skipped,
         unfinished=[run.label for run in inputs.runs if run.record is None],
         excluded=EXCLUDED.format(inputs.excluded) if inputs.excluded else "",
@@ -128,19 +136,18 @@ def _paper_sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> Iterator[Sec
 
 def _figures(inputs: Inputs) -> Section:
     """Figures 1 to 4 of the paper, and which of them are missing."""
-    section = Section("figures", "The paper's figures")
-    for number, figure in paper_figures(inputs.evidence).items():
-        if figure is not None:
-            section.figures.append(figure)
-        else:
-            section.missing.append(f"Figure {number}: {TARGETS['figures'][number]} (not measured)")
-    dense = {cell.recipe.data for cell in CELLS if cell.where[0] == "fig3"}
-    section.galleries = _pictured([run for run in inputs.runs if run.data in dense])
-    if not section.galleries:
-        hint = "its images are in run folders, so name those too"
-        section.missing.append(f"Figure 3: {TARGETS['figures']['3']} ({hint})")
-    section.missing.sort()
-    return section
+    found = paper_figures(inputs.evidence)
+    galleries = _pictured([run for run in inputs.runs if run.data in FIGURE3])
+    missing = {number: "not measured" for number, figure in found.items() if figure is None}
+    if not galleries:
+        missing["3"] = "its images are in run folders, so name those too"
+    return Section(
+        "figures",
+        "The paper's figures",
+        figures=[figure for figure in found.values() if figure],
+        galleries=galleries,
+        missing=[f"Figure {n}: {TARGETS['figures'][n]} ({reason})" for n, reason in sorted(missing.items())],
+    )
 
 
 def paper_figures(evidence: Evidence) -> dict[str, Figure | None]:
@@ -160,7 +167,7 @@ def paper_figures(evidence: Evidence) -> dict[str, Figure | None]:
 def _of_cells(evidence: Evidence, ids: Iterable[str]) -> list[Run]:
     """The first record of each cell, labelled with its method."""
     found = {}
-    for record in (record for id in ids for record in evidence.standing(id)[:1]):
+    for record in (record for id in ids for record in evidence.filling[id][:1]):
         adversarial = ", adversarially trained" if record.recipe.get("adversarial") else ""
         found[record.identity] = Run.of(record, METHODS[method_of(record)] + adversarial)
     return list(found.values())
@@ -169,15 +176,10 @@ def _of_cells(evidence: Evidence, ids: Iterable[str]) -> list[Run]:
 def _run_sections(key: str, title: str, runs: list[Run], inputs: Inputs) -> Iterator[Section]:
     if trained := [run for run in runs if len(run.rows) > 1]:
         charts = [figures.training(f"curves-{key}", "Training curves", trained)]
-        compete = [
-            run for run in trained if run.method not in ("ie", "single") and run.rows[-1].specialist_fraction
-        ]
-        charts += [
-            figures.specialist_fraction(
-                f"specialists-{key}-{i}", f"Specialists: {run.label}", run, len(inputs.runs)
-            )
-            for i, run in enumerate(_first_seeds(compete))
-        ]
+        compete = [r for r in trained if r.method not in ("ie", "single") and r.rows[-1].specialist_fraction]
+        for i, run in enumerate(_first_seeds(compete)):
+            id, name = f"specialists-{key}-{i}", f"Specialists: {run.label}"
+            charts.append(figures.specialist_fraction(id, name, run, len(inputs.runs)))
         yield Section(f"training-{key}", f"Training on {title}", figures=charts)
     if measured := [run for run in runs if run.record]:
         firsts = _first_seeds(measured)
@@ -193,8 +195,7 @@ def _run_sections(key: str, title: str, runs: list[Run], inputs: Inputs) -> Iter
             figures.risk_coverage(f"risk-{key}", "Risk and coverage", measured),
         ]
         yield Section(f"trust-{key}", f"Calibration on {title}", figures=charts)
-    shown = inputs.paper and any(cell.where[0] == "fig3" and cell.recipe.data == key for cell in CELLS)
-    if not shown and (pictured := _pictured(runs)):
+    if not (inputs.paper and key in FIGURE3) and (pictured := _pictured(runs)):
         intro = SCENES if pictured[0].gallery and pictured[0].gallery.dense else CARDS
         yield Section(f"pictures-{key}", f"Predictions on {title}", intro, galleries=pictured)
 
@@ -208,13 +209,6 @@ def _pictured(runs: Sequence[Run]) -> list[Run]:
     """Runs with a gallery of several members, CMCL first: the page unfolds the first."""
     found = [run for run in _first_seeds(runs) if run.gallery and run.gallery.several]
     return sorted(found, key=lambda run: run.method != "cmcl")
-
-
-def _headline(inputs: Inputs) -> Table | None:
-    if inputs.paper:
-        return headline_table(inputs.evidence)
-    measured = [run for run in inputs.runs if run.record]
-    return run_table(repeats(measured)) if measured else None
 
 
 def _by_recipe(runs: Sequence[Run]) -> dict[str, list[Record]]:
@@ -234,7 +228,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {"slug": slug, "compact": _compact, "heads": heads}
+    filters: dict[str, Any] = {"slug": slug, "heads": heads}
+    filters["compact"] = lambda value: value if isinstance(value, str) else json.dumps(value)
+    found.filters |= filters
     found.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return found
 
@@ -244,33 +240,21 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name)
 
 
-def _compact(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def heads(table: Table) -> list[tuple[str, int]]:
     """The upper heads of a table and how many columns each spans; none if no column has one."""
-    groups: list[tuple[str, int]] = []
-    for column in table.columns:
-        if groups and groups[-1][0] == column.group:
-            groups[-1] = (column.group, groups[-1][1] + 1)
-        else:
-            groups.append((column.group, 1))
+    groups = [(name, len(list(columns))) for name, columns in groupby(c.group for c in table.columns)]
     return groups if any(name for name, _ in groups) else []
 
 
 def _vega() -> str:
     """The libraries that draw the charts; bundled once and cached, because it takes seconds."""
     cached = cache_root() / "report" / f"vega-{VEGA_LITE}-{version('vl-convert-python')}.js"
-    try:
+    if cached.is_file():
         return cached.read_text(encoding="utf-8")
-    except OSError:
-        bundle = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]
-        bundle = bundle.replace("</script", r"<\/script")
-    try:
+    bundle = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]
+    bundle = bundle.replace("</script", r"<\/script")
+    with suppress(OSError):  # a read-only cache costs time, not the report
         cached.parent.mkdir(parents=True, exist_ok=True)
         with replacing(cached) as part:
             part.write_text(bundle, encoding="utf-8")
-    except OSError:  # a read-only cache costs time, not the report
-        pass
     return bundle

@@ -11,9 +11,10 @@ from statistics import fmean
 
 from ..networks import NETWORKS
 from ..reproduction.cells import ABSTRACT, Evidence, Records
-from ..reproduction.claims import Comparison, Verdict
+from ..reproduction.claims import Verdict
 from ..reproduction.record import Record
-from .load import METHODS, Run, errors, grouped, method_of
+from ..reproduction.significance import Comparison
+from .load import METHODS, Run, grouped, method_of
 from .tables import dataset_title
 
 MOST = 4  # sentences; the table has all runs
@@ -23,16 +24,21 @@ SETTINGS = ("data", "network", "network_options", "preprocess", "subset", "valid
 def summary(runs: Sequence[Run]) -> list[str]:
     """A sentence for each CMCL recipe among complete runs."""
     groups = [group for group in repeats(runs) if group[0].measured.complete]
+    own = [group for group in groups if group[0].method == "cmcl"]
     found = []
-    for group in groups:
-        if method_of(first := group[0].measured) == "cmcl":
-            rivals = [other for other in groups if _is_baseline(other[0].measured, first)]
-            # an independent ensemble before a single network, the stronger of several
-            best = min(rivals, key=lambda g: (method_of(g[0].measured) != "ie", _mean(g, "top1")), default=[])
-            twin = sum(method_of(g[0].measured) == "cmcl" and g[0].data == group[0].data for g in groups) > 1
-            where = dataset_title(group[0].data) + (f" ({group[0].name})" if twin else "")
-            found.append(sentence(where, [run.measured for run in group], [run.measured for run in best]))
-    return found[:MOST]
+    for group in own[:MOST]:
+        first = group[0]
+        rivals = [g for g in groups if _is_baseline(g[0].measured, first.measured)]
+        best = min(([run.measured for run in g] for g in rivals), key=_strength, default=[])
+        several = sum(g[0].data == first.data for g in own) > 1
+        where = dataset_title(first.data) + (f" ({first.name})" if several else "")
+        found.append(sentence(where, [run.measured for run in group], best))
+    return found
+
+
+def _strength(group: Sequence[Record]) -> tuple[bool, float]:
+    """Sorts baselines: an independent ensemble before a single network, the stronger of several first."""
+    return method_of(group[0]) != "ie", fmean(record.scores["top1"] for record in group)
 
 
 def paper_summary(records: Records) -> list[str]:
@@ -41,7 +47,7 @@ def paper_summary(records: Records) -> list[str]:
     found = []
     for data in dict.fromkeys(cell.where[-1] for cell in ABSTRACT):
         own = {cell.where[2]: cell for cell in ABSTRACT if cell.where[-1] == data}
-        mine, other = (evidence.standing(own[method].id) for method in ("cmcl", "ie"))
+        mine, other = (evidence.filling[own[method].id] for method in ("cmcl", "ie"))
         if mine and other:
             cmcl, ie = ((own[method].paper or {})["top1"] for method in ("cmcl", "ie"))
             paper = f" The paper reports {100 * (ie - cmcl) / ie:.2f} % lower."
@@ -54,7 +60,7 @@ def sentence(where: str, mine: Sequence[Record], other: Sequence[Record]) -> str
     """The errors of CMCL, against those of a baseline if there is one."""
 
     def means(key: str) -> str:
-        values = [f"{fmean(errors(r)[key] for r in side):.2f}" for side in (mine, other) if side]
+        values = [f"{fmean(record.scores[key] for record in side):.2f}" for side in (mine, other) if side]
         return f"{' against '.join(values)} %"
 
     who = f"CMCL and {METHODS[method_of(other[0])]}" if other else "CMCL"
@@ -79,17 +85,17 @@ def repeats(runs: Sequence[Run]) -> list[list[Run]]:
 
     A record does not describe a custom training loop, so names must agree too, up to the seed at their end.
     """
+
+    def settings(run: Run) -> str:
+        record = run.measured
+        name = re.sub(rf"([-_ ]*(seed|run))?[-_ .]*(?<!\d)(?<!\d\.)0*{run.seed}$", "", run.name)
+        return repr((name, record.recipe_hash, record.complete, record.trained_on, *_comparable(record)))
+
     found: list[list[Run]] = []
-    for group in grouped([run for run in runs if run.record], _settings):
+    for group in grouped([run for run in runs if run.record], settings):
         seeds = {run.seed for run in group}
         found += [group] if len(seeds) == len(group) else [[run] for run in group]
     return found
-
-
-def _settings(run: Run) -> str:
-    record = run.measured
-    name = re.sub(rf"([-_ ]*(seed|run))?[-_ .]*(?<!\d)(?<!\d\.)0*{run.seed}$", "", run.name)
-    return repr((name, record.recipe_hash, record.complete, record.trained_on, *_comparable(record)))
 
 
 def _comparable(record: Record) -> list[object]:
@@ -104,7 +110,3 @@ def _is_baseline(record: Record, mine: Record) -> bool:
     sizes = {"ie": len(mine.members), "single": 1}
     same = _comparable(record) == _comparable(mine) and len(trained_on) < 2
     return same and len(record.members) == sizes.get(method_of(record), -1)
-
-
-def _mean(group: Sequence[Run], key: str) -> float:
-    return fmean(errors(run.measured)[key] for run in group)

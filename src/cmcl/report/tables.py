@@ -6,11 +6,10 @@ from typing import Any
 
 from ..data.registry import DATASETS
 from ..networks import NETWORKS
-from ..reproduction.cells import ABSTRACT, BESIDE, CELLS, SETTINGS, TARGETS, Cell, Evidence, Records
-from ..reproduction.claims import Comparison
+from ..reproduction.cells import ABSTRACT, BESIDE, CELLS, TARGETS, Cell, Evidence, Records
 from ..reproduction.record import Record, distinct, spread
-from ..reproduction.significance import LEVEL, significant
-from .load import METHODS, Run, errors
+from ..reproduction.significance import LEVEL, Comparison
+from .load import METHODS, Run
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Table:
     keys: int = 1  # columns that name a row
 
 
-NOT_MEASURED = Value("not measured", missing=True)
 MARKS = {"same": "✓", "near": "≈", "other": "✗"}  # the side of IE that ours is on, against the paper's
 WORSE, MUCH = "▲", 0.5  # points of top-1 error above the paper's, from which ours is marked
 ERRORS = {"top1": "Top-1", "picked": "Picked", "oracle": "Oracle", "member": "Member", "ece": "ECE"}
@@ -83,16 +81,15 @@ def paper_table(name: str, records: Records) -> Table:
     }
     columns = names(*heads[name])
     columns += [Column(w, f"{e} error, %") for e in ("Oracle", "Top-1") for w in ("paper", "ours", "diff.")]
-    cells = sorted((cell for cell in CELLS if cell.where[0] == name), key=_order)
+    cells = [cell for cell in CELLS if cell.where[0] == name]
     rows = []
     for cell in cells:
         row = [Value(text) for text in _keys(cell)]
         row += [value for key in ("oracle", "top1") for value in _compared(found, cell, key)]
         rows.append([*row, _count(found, cell)])
     caption = f"Table {name.removeprefix('table')}. {TARGETS[name]['caption']}"
-    source = origin(record for cell in cells for record in found.standing(cell.id))
-    note = " ".join(filter(None, (SETTINGS.get(name), legend(rows))))
-    return Table(name, caption, [*columns, Column("n")], rows, note, source, keys=len(heads[name]))
+    source = origin(record for cell in cells for record in found.filling[cell.id])
+    return Table(name, caption, [*columns, Column("n")], rows, legend(rows), source, keys=len(heads[name]))
 
 
 def headline_table(records: Records) -> Table:
@@ -101,26 +98,15 @@ def headline_table(records: Records) -> Table:
     datasets = list(dict.fromkeys(cell.where[-1] for cell in ABSTRACT))
     columns = names("Network", "Method")
     columns += [Column(w, f"{dataset_title(data)}, %") for data in datasets for w in ("paper", "ours", "n")]
+    lines = [[c for data in datasets for c in ABSTRACT if c.where[2:] == (m, data)] for m in METHODS]
     rows = []
-    for method in METHODS:
-        cells = [c for data in datasets for c in ABSTRACT if c.where[2:] == (method, data)]
-        rows.append([Value(NETWORKS[cells[0].where[1]].title), Value(_method(cells[0], method))])
-        rows[-1] += [value for cell in cells for value in _headline_values(found, cell)]
-    for cell in BESIDE:
-        title = NETWORKS[str(cell.recipe.network)].title
-        method = "IE + adversarial training" if cell.recipe.adversarial else _keys(cell)[0]
-        none = [Value("–", missing=True)] * 3 * (len(datasets) - 1)
-        rows.append([Value(title), Value(method), *_headline_values(found, cell), *none])
-    source = origin(record for cell in (*ABSTRACT, *BESIDE) for record in found.standing(cell.id))
+    for cells in (*lines, *([cell] for cell in BESIDE)):
+        row = [Value(NETWORKS[str(cells[0].recipe.network)].title), Value(_method(cells[0]))]
+        for cell in cells:
+            row += [*_compared(found, cell, "top1")[:2], _count(found, cell)]
+        rows.append(row + [Value("–", missing=True)] * (len(columns) - len(row)))
+    source = origin(record for cell in (*ABSTRACT, *BESIDE) for record in found.filling[cell.id])
     return Table("headline", "Top-1 error of five networks", columns, rows, legend(rows), source, keys=2)
-
-
-def _headline_values(found: Evidence, cell: Cell) -> list[Value]:
-    return [*_compared(found, cell, "top1")[:2], _count(found, cell)]
-
-
-def _method(cell: Cell, method: str) -> str:
-    return f"{METHODS[method]} (mean of IE's members)" if cell.single else METHODS[method]
 
 
 def legend(rows: Iterable[Sequence[Value]]) -> str:
@@ -151,39 +137,43 @@ def origin(records: Iterable[Record]) -> str:
     return text + (more if resumed else "")
 
 
-def _order(cell: Cell) -> tuple[Any, ...]:
-    """Table 2 by number of members, Table 3 by network and dataset; Table 1 as printed."""
-    if cell.where[0] == "table2":
-        return (int(cell.where[2][1:]),)
-    return (list(NETWORKS).index(cell.where[1]), cell.where[3]) if cell.where[0] == "table3" else ()
-
-
 def _keys(cell: Cell) -> tuple[str, ...]:
+    """The texts that name a row."""
     if cell.where[0] == "table1":
-        method, *extras = cell.where[1].split("-")
-        words = {"sharing": "feature sharing", "sampled": "stochastic labels"}
-        return (" + ".join([METHODS[method], *(words[extra] for extra in extras)]),)
+        return (_method(cell),)
     if cell.where[0] == "table2":
-        method, _, k = cell.where[1].partition("-k")
-        return cell.where[2].replace("m", "M="), METHODS[method], f"K={k}" if k else "–"
-    _, network, method, data = cell.where
-    return NETWORKS[network].title, dataset_title(data), _method(cell, method)
+        k = cell.where[1].partition("-k")[2]
+        return cell.where[2].replace("m", "M="), METHODS[cell.recipe.method], f"K={k}" if k else "–"
+    return NETWORKS[cell.where[1]].title, dataset_title(cell.where[3]), _method(cell)
+
+
+def _method(cell: Cell) -> str:
+    """The method of a row, with what Table 1 adds to it."""
+    if cell.single:
+        return f"{METHODS['single']} (mean of IE's members)"
+    recipe, small = cell.recipe, cell.where[0] != "table3"
+    extras = {
+        "feature sharing": recipe.sharing and small,
+        "stochastic labels": recipe.labels == "sampled" and small,
+        "adversarial training": recipe.adversarial,
+    }
+    return " + ".join([METHODS[recipe.method], *(name for name, used in extras.items() if used)])
 
 
 def _compared(found: Evidence, cell: Cell, key: str) -> list[Value]:
     """The paper's number, ours, and the difference."""
     own = found.cells[cell.id]
     printed, ours = own["paper"][key], own["ours"]
-    paper = number(printed)
-    if ours is not None and printed is None:  # a figure of the paper, without a number
-        return [paper, Value(spread_text(ours[key]), ours[key]["mean"], link=own["recipe"]), Value("–")]
     if ours is None:
         partial = Value(f"{len(own['partial'])} partial", link=own["recipe"], missing=True)
-        return [paper, partial if own["partial"] else NOT_MEASURED, Value("–", missing=True)]
-    mean = ours[key]["mean"]
+        missing = partial if own["partial"] else Value("not measured", missing=True)
+        return [number(printed), missing, Value("–", missing=True)]
+    mean, text = ours[key]["mean"], spread_text(ours[key])
+    if printed is None:  # a figure of the paper, without a number
+        return [number(None), Value(text, mean, link=own["recipe"]), Value("–")]
     worse = key == "top1" and mean - printed > MUCH
-    value = Value(spread_text(ours[key]), mean, _side(found, cell, key), worse, own["recipe"])
-    return [paper, value, Value(signed(mean - printed), mean - printed)]
+    value = Value(text, mean, _side(found, cell, key), worse, own["recipe"])
+    return [number(printed), value, Value(signed(mean - printed), mean - printed)]
 
 
 def _side(found: Evidence, cell: Cell, key: str) -> str | None:
@@ -191,18 +181,18 @@ def _side(found: Evidence, cell: Cell, key: str) -> str | None:
     place = 2 if cell.where[0] == "table3" else 1
     rival_where = (*cell.where[:place], "ie", *cell.where[place + 1 :])
     rival = next(other for other in CELLS if other.where == rival_where)
-    mine, other = found.standing(cell.id), found.standing(rival.id)
+    mine, other = found.filling[cell.id], found.filling[rival.id]
     printed, ie = cell.paper[key], rival.paper[key]  # type: ignore[index]
-    if cell.single or cell is rival or printed == ie or min(len(mine), len(other)) < 2:
+    if cell.single or printed == ie or min(len(mine), len(other)) < 2:
         return None
     pair = Comparison.of(mine, other, key)
-    if not significant(*pair):
+    if not pair.significant:
         return "near"
     return "same" if (pair.gain > 0) == (printed < ie) else "other"
 
 
 def _count(found: Evidence, cell: Cell) -> Value:
-    n = len(found.standing(cell.id))
+    n = len(found.filling[cell.id])
     return Value(str(n), n, link=cell.name if n else None)
 
 
@@ -224,29 +214,22 @@ def run_table(groups: Sequence[Sequence[Run]]) -> Table:
     columns += [*names("Method", "Data"), Column("Seed"), Column("Seconds")]
     rows = []
     for group in groups:
+        about = [Value(METHODS[group[0].method or "ie"]), Value(dataset_title(group[0].data))]
         if len(group) > 1 and group[0].measured.complete:
-            rows.append(_mean_row(group))
-        rows += [_run_row(run) for run in group]
+            spreads = [spread([run.measured.scores[key] for run in group]) for key in ERRORS]
+            means = [Value(spread_text(found), found["mean"]) for found in spreads]
+            name = Value(f"{_common_name(group)}: mean", link=group[0].measured.name)
+            rows.append([name, *means, *about, Value(f"n = {len(group)}"), Value("")])
+        for run in group:
+            record = run.measured
+            name = Value(run.label + ("" if record.complete else " (partial)"), link=record.name)
+            numbers = [number(record.scores[key]) for key in ERRORS]
+            seed, seconds = Value(str(run.seed), run.seed), Value(f"{record.seconds:,.0f}", record.seconds)
+            rows.append([name, *numbers, *about, seed, seconds])
     source = origin(run.measured for group in groups for run in group)
     return Table("summary", "Errors on the test set, %", columns, rows, NOTE, source)
 
 
-def _run_row(run: Run) -> list[Value]:
-    record = run.measured
-    name = Value(run.label + ("" if record.complete else " (partial)"), link=record.name)
-    numbers = [number(value) for value in errors(record).values()]
-    seconds = Value(f"{record.seconds:,.0f}", record.seconds)
-    return [name, *numbers, *_about(run), Value(str(run.seed), run.seed), seconds]
-
-
-def _mean_row(group: Sequence[Run]) -> list[Value]:
-    spreads = [spread(column) for column in zip(*(errors(r.measured).values() for r in group), strict=True)]
+def _common_name(group: Sequence[Run]) -> str:
     listed = list(dict.fromkeys(run.name for run in group))
-    name = ", ".join(listed) if len(listed) <= 3 else f"{listed[0]} to {listed[-1]}"
-    row = [Value(f"{name}: mean", link=group[0].measured.name)]
-    row += [Value(spread_text(found), found["mean"]) for found in spreads]
-    return [*row, *_about(group[0]), Value(f"n = {len(group)}"), Value("")]
-
-
-def _about(run: Run) -> list[Value]:
-    return [Value(METHODS[run.method or "ie"]), Value(dataset_title(run.data))]
+    return ", ".join(listed) if len(listed) <= 3 else f"{listed[0]} to {listed[-1]}"

@@ -6,7 +6,7 @@ repeated, interrupted ones are resumed.
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
@@ -104,8 +104,9 @@ def campaign(
     """
     options = options or Options()
     end = None if budget_seconds is None else time.monotonic() + budget_seconds
-    places: dict[str, Any] = {"results": results, "runs": runs, "root": root}
-    report = Report(plan(cells, seeds=seeds, **places, shard=shard, options=options))
+    report = Report(
+        plan(cells, seeds=seeds, results=results, runs=runs, root=root, shard=shard, options=options)
+    )
     for job in [] if dry_run else report.jobs:
         own = [cell for cell in cells if cell.name == job.name]
         if job.seed in _seeds_done(own, load_records(results), root):  # another process trained it meanwhile
@@ -151,18 +152,21 @@ def plan(
     if not 1 <= i <= n:
         raise ValueError(f"shard must be i/n with i between 1 and n. Got {i}/{n}.")
     records, device = load_records(results), device_name(find_device((options or Options()).device))
-    named: dict[str, list[Cell]] = {}
+    named: dict[str, list[Cell]] = {}  # the most important cell of a recipe first
     for cell in sorted(cells, key=_rank):
         named.setdefault(cell.name, []).append(cell)
     ranked: list[tuple[int, Job]] = []
     for name in list(named)[i - 1 :: n]:  # by recipe, before anything is left out: shards never move
-        ids = tuple(cell.id for cell in named[name])
-        for rank, seed in _missing(named[name], seeds, records, root):
-            steps, recipe = _steps(find(name)), find(name)
-            done = min((last_step(run_folder(runs, name, recipe, seed)) or 0) / steps, 1.0)
-            seconds = expected_seconds(recipe, records, device)
-            seconds = None if seconds is None else seconds * (1 - done)
-            ranked.append((rank, Job(name, seed, ids, seconds, done, device)))
+        own, recipe = named[name], find(name)
+        have, whole = _seeds_done(own, records, root), expected_seconds(recipe, records, device)
+        early = any(set(words) <= set(cell.where) for words in FIRST for cell in own)
+        later = ORDER.index(MORE_SEEDS) if early else len(ORDER) + 1
+        for seed in (seed for seed in seeds if seed not in have):
+            done = min((last_step(run_folder(runs, name, recipe, seed)) or 0) / _steps(recipe), 1.0)
+            seconds = None if whole is None else whole * (1 - done)
+            rank = _rank(own[0]) if seed == seeds[0] else later
+            job = Job(name, seed, tuple(cell.id for cell in own), seconds, done, device)
+            ranked.append((rank, job))
     return [job for _, job in sorted(ranked, key=lambda pair: pair[0])]
 
 
@@ -210,18 +214,6 @@ def _image_size(data: str | None) -> tuple[int, int, int] | None:
 def _steps(recipe: Recipe) -> int:
     sizes = DATASETS[recipe.data].sizes if recipe.data in DATASETS else {}
     return recipe.total_steps(sizes.get("train", 1000))
-
-
-def _missing(
-    cells: list[Cell], seeds: Sequence[int], records: list[Record], root: str | Path | None
-) -> Iterator[tuple[int, int]]:
-    """(rank, seed): the first seed as early as its cells, the others later."""
-    have = _seeds_done(cells, records, root)
-    early = any(set(words) <= set(cell.where) for words in FIRST for cell in cells)
-    later = ORDER.index(MORE_SEEDS) if early else len(ORDER) + 1
-    for i, seed in enumerate(seeds):
-        if seed not in have:
-            yield later if i else min(map(_rank, cells)), seed
 
 
 def _seeds_done(cells: list[Cell], records: list[Record], root: str | Path | None) -> set[int]:

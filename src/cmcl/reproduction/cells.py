@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Union
@@ -39,12 +40,9 @@ class Cell:
         """What to train."""
         return find(self.name)
 
-    def errors(self, record: Record, mode: str = "expected") -> dict[str, float]:
+    def errors(self, record: Record) -> dict[str, float]:
         """The cell's errors according to a record."""
-        if self.single:
-            return dict.fromkeys(KEYS, fmean(record.members))
-        found = record.errors["sampled" if mode == "sampled" else "expected"]
-        return {"oracle": found["oracle"], "top1": found["top1"], "picked": found["picked"]}
+        return {key: record.scores["member" if self.single else key] for key in KEYS}
 
 
 def select(words: Sequence[str]) -> list[Cell]:
@@ -78,7 +76,7 @@ class Evidence:
 
     records: Sequence[Record]
     cells: Mapping[str, Mapping[str, Any]]  # by id, as `summarise` describes them, in the paper's order
-    behind: Mapping[str, list[Record]]  # by id
+    filling: Mapping[str, list[Record]]  # the records behind a cell's numbers, by its id
 
     @classmethod
     def of(cls, records: Records) -> "Evidence":
@@ -86,21 +84,12 @@ class Evidence:
         if isinstance(records, Evidence):
             return records
         checksums = known_checksums(records)
-        behind = {cell.id: filling(cell, records, checksums) for cell in CELLS}
-        return cls(records, {row["id"]: row for row in summarise(CELLS, records)}, behind)
-
-    def error(self, cell: str, key: str = "top1") -> Mapping[str, Any] | None:
-        """Mean, standard deviation and number of runs of a cell's error; None: not measured."""
-        ours = self.cells[cell]["ours"]
-        return None if ours is None else ours[key]
-
-    def standing(self, cell: str) -> list[Record]:
-        """The records behind a cell's numbers, by seed."""
-        return self.behind[cell]
+        filling = {cell.id: _filling(cell, records, checksums) for cell in CELLS}
+        return cls(records, {row["id"]: row for row in summarise(CELLS, records)}, filling)
 
     def in_figure(self, figure: str) -> list[Record]:
         """The records of a figure's panel, such as "fig1a"."""
-        return distinct(r for cell in CELLS if cell.where[0] == figure for r in self.standing(cell.id))
+        return distinct(r for cell in CELLS if cell.where[0] == figure for r in self.filling[cell.id])
 
 
 def known_checksums(records: Iterable[Record]) -> dict[str, Mapping[str, str]]:
@@ -122,31 +111,32 @@ def fills(record: Record, cell: Cell, checksums: Checksums = CHECKSUMS, *, ood: 
     return same and record.complete and has_ood
 
 
-def filling(cell: Cell, records: Sequence[Record], checksums: Checksums) -> list[Record]:
+def _filling(cell: Cell, records: Sequence[Record], checksums: Checksums) -> list[Record]:
     """The records that fill a cell, one for each seed."""
     own = {record.seed: record for record in records if fills(record, cell, checksums)}
     return [own[seed] for seed in sorted(own)]
 
 
-def summarise(
-    cells: Sequence[Cell], records: Sequence[Record], *, mode: str = "expected"
-) -> list[dict[str, Any]]:
-    """Every cell with the paper's numbers and ours; `mode` is that of feature sharing at test time."""
-    checksums = known_checksums(records)
-    return [_summary(cell, records, checksums, mode) for cell in cells]
-
-
-def _summary(cell: Cell, records: Sequence[Record], checksums: Checksums, mode: str) -> dict[str, Any]:
-    found = filling(cell, records, checksums)
-    errors = [cell.errors(record, mode) for record in found]
-    return {
-        "id": cell.id,
-        "recipe": cell.name,
-        "paper": {key: cell.paper and cell.paper[key] for key in ("oracle", "top1")},  # None in figures
-        "ours": {key: spread([one[key] for one in errors]) for key in KEYS} if errors else None,
-        "records": [record.file_name for record in found],
-        "partial": [r.file_name for r in records if r.name == cell.name and not fills(r, cell, checksums)],
-    }
+def summarise(cells: Sequence[Cell], records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Every cell with the paper's numbers and ours."""
+    checksums, rows = known_checksums(records), []
+    for cell in cells:
+        found = _filling(cell, records, checksums)
+        errors = [cell.errors(record) for record in found]
+        partial = [r.file_name for r in records if r.name == cell.name and not fills(r, cell, checksums)]
+        rows.append(
+            {
+                "id": cell.id,
+                "recipe": cell.name,
+                "paper": {
+                    key: cell.paper and cell.paper[key] for key in ("oracle", "top1")
+                },  # None in figures
+                "ours": {key: spread([one[key] for one in errors]) for key in KEYS} if errors else None,
+                "records": [record.file_name for record in found],
+                "partial": partial,
+            }
+        )
+    return rows
 
 
 def choose(records: Iterable[Record], *, on: str = "validation") -> dict[str, Any]:
@@ -188,20 +178,21 @@ def _printed() -> Iterator[Cell]:
         marks = ("-sharing" if row["sharing"] else "") + ("-sampled" if row["stochastic_labels"] else "")
         name = f"cifar10-cnn-{row['method']}{marks}"
         yield Cell(f"table1/{name}", name, ("table1", row["method"] + marks), _errors(row))
-    for row in TARGETS["table2"]["rows"]:
-        for m in (5, 10):
+    for m in (5, 10):
+        for row in TARGETS["table2"]["rows"]:
             label = row["method"] + (f"-k{row['k']}" if row["k"] else "")
             name = table2_name(m, row["method"], row["k"])
             yield Cell(
                 f"table2/cifar10-cnn-m{m}-{label}", name, ("table2", label, f"m{m}"), _errors(row[f"m{m}"])
             )
-    for row in TARGETS["table3"]["rows"]:
-        network, method, single = row["network"], row["method"], row["method"] == "single"
-        for data in ("cifar10", "svhn"):
-            stem = f"{data}-{network}"
+    networks = dict.fromkeys(row["network"] for row in TARGETS["table3"]["rows"])
+    for network, data in product(networks, ("cifar10", "svhn")):
+        for row in (row for row in TARGETS["table3"]["rows"] if row["network"] == network):
+            method, single, stem = row["method"], row["method"] == "single", f"{data}-{network}"
             name = f"{stem}-{'ie' if single else method}"
-            where = ("table3", network, method, data)
-            yield Cell(f"table3/{stem}-{method}", name, where, _errors(row[data]), single)
+            yield Cell(
+                f"table3/{stem}-{method}", name, ("table3", network, method, data), _errors(row[data]), single
+            )
 
 
 def _errors(row: Mapping[str, float]) -> dict[str, float]:
@@ -214,7 +205,3 @@ ABSTRACT = [cell for cell in CELLS if cell.where[:2] == ("table3", "resnet20")] 
 SMALL = {"table1/cifar10-cnn-ie", "fig2c/cifar10-cnn-ie-adversarial"}
 SMALL |= {f"table1/cifar10-cnn-cmcl{more}" for more in ("", "-sharing-sampled")}
 BESIDE = [cell for cell in CELLS if cell.id in SMALL]
-# How our runs differ from what a caption says of the paper's.
-SETTINGS = {
-    "table3": "Ours use one setting, K = 4 and beta = 0.75 as in the authors' code, not the best of a search."
-}

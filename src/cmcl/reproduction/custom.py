@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,12 @@ from ..training.config import Recipe
 from ..training.monitor import finite
 from ..training.preflight import fitting
 from . import environment
-from .evaluate import Gallery, evaluate_run, predictions
+from .evaluate import evaluate_run, predictions
+from .gallery import GalleryBuilder
 from .record import Network, Record
 
 PIXELS = (torch.uint8, torch.float32)
 CHANNELS = (1, 3, 4)  # of images that can be shown
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Inputs that are not images (vectors, token ids, spectra), with what evaluation needs of a `Dataset`."""
-
-    images: Tensor
-    targets: Tensor
-    source: str = "arrays"
 
 
 def record(
@@ -65,12 +57,14 @@ def record(
         ignore_index: a target of `test`, if a pair, that counts for nothing; 255 of pixels is ignored anyway.
     """
     _check_ensemble(ensemble)
-    folder, recipe, seed = Path(folder), _as_loaded(fitting(recipe, ensemble), result), result.seed
+    folder, recipe, seed = Path(folder), fitting(recipe, ensemble), result.seed
+    size = result.batch_size  # of a DataLoader, if one determined it; no recipe describes unequal parts
+    recipe = replace(recipe, batch_size=size) if size and size % recipe.accumulate == 0 else recipe
     rows = [_plain(row, seed) for row in result.rows]
-    data, other = _test_data(ensemble, test, ignore_index), _ood_data(ood)
-    gallery = Gallery(data, data.images) if isinstance(data, Dataset) else None
-    ood_images = None if other is None else other.images
-    found = evaluate_run(ensemble, data.images, data.targets, ood=ood_images, seed=seed, gallery=gallery)
+    data, ood_images = _test_data(ensemble, test, ignore_index), _ood_images(ood)
+    images, targets = (data.images, data.targets) if isinstance(data, Dataset) else data
+    gallery = GalleryBuilder(data, data.images) if isinstance(data, Dataset) else None
+    found = evaluate_run(ensemble, images, targets, ood=ood_images, seed=seed, gallery=gallery)
     ensemble.save(folder / "ensemble")
     made = Record(
         name=folder.name,
@@ -79,13 +73,13 @@ def record(
         seed=seed,
         full_length=recipe.steps is None or result.steps >= recipe.steps,
         full_test=True,
-        test_examples=len(data.images),
-        checksums={"test": tensor_checksum({"images": data.images, "targets": data.targets})},
+        test_examples=len(images),
+        checksums={"test": tensor_checksum({"images": images, "targets": targets})},
         network=None if recipe.network else described(ensemble.members),
         task=result.task,
         trained_on=result.data,
         weights=saved_checksum(folder / "ensemble"),
-        ood=None if other is None else other.source,
+        ood=ood.source if isinstance(ood, Dataset) else None if ood is None else "arrays",
         steps=result.steps,
         seconds=round(result.seconds, 3),
         **environment.current(options or Options()),
@@ -97,12 +91,6 @@ def record(
     if rows:
         _write_rows(folder / "telemetry.jsonl", rows)
     return made
-
-
-def _as_loaded(recipe: Recipe, result: Result) -> Recipe:
-    """With the batch size of the DataLoader, if one determined it; no recipe describes unequal parts."""
-    size = result.batch_size
-    return replace(recipe, batch_size=size) if size and size % recipe.accumulate == 0 else recipe
 
 
 def _plain(row: Any, seed: int) -> dict[str, Any]:
@@ -145,8 +133,8 @@ def _check_ensemble(ensemble: Any) -> None:
         )
 
 
-def _test_data(ensemble: Ensemble, test: Any, ignore_index: int | None) -> Dataset | Inputs:
-    """Images as a `Dataset`, and everything else as `Inputs`."""
+def _test_data(ensemble: Ensemble, test: Any, ignore_index: int | None) -> Dataset | tuple[Tensor, Tensor]:
+    """Images as a `Dataset`; other inputs (vectors, token ids, spectra) as a pair with their targets."""
     if isinstance(test, Dataset):
         if ignore_index is not None:
             raise TypeError(
@@ -159,16 +147,15 @@ def _test_data(ensemble: Ensemble, test: Any, ignore_index: int | None) -> Datas
     if ignore_index is not None:
         inputs, targets = _counted(ensemble, inputs, targets, ignore_index)
     is_image = inputs.ndim == 4 and inputs.shape[1] in CHANNELS and inputs.dtype in PIXELS
-    return from_arrays(inputs, targets, split="test") if is_image else Inputs(inputs, targets)
+    return from_arrays(inputs, targets, split="test") if is_image else (inputs, targets)
 
 
-def _ood_data(ood: Any) -> Dataset | Inputs | None:
+def _ood_images(ood: Any) -> Tensor | None:
     if ood is None or isinstance(ood, Dataset):
-        return ood
+        return None if ood is None else ood.images
     if not isinstance(ood, Tensor | np.ndarray):
         raise TypeError(f"ood must be a Dataset or a tensor of inputs. Got {_checks.kind(ood)}.")
-    inputs = torch.as_tensor(ood)
-    return Inputs(inputs, inputs)
+    return torch.as_tensor(ood)
 
 
 def _pair(test: Any) -> tuple[Tensor, Tensor]:
@@ -206,18 +193,17 @@ def _counted(ensemble: Ensemble, inputs: Tensor, targets: Tensor, ignore_index: 
 
 def described(members: nn.ModuleList) -> Network:
     """A description that distinguishes networks; the same for any number of members."""
-    kinds = sorted({json.dumps(_layers(member)) for member in members})
+
+    def layers(member: nn.Module) -> list[Any]:
+        parts = [
+            [name, type(part).__name__, without_addresses(part.extra_repr())]
+            for name, part in member.named_modules()
+        ]
+        return [parts, [[key, list(value.shape)] for key, value in member.named_parameters()]]
+
+    kinds = sorted({json.dumps(layers(member)) for member in members})
     return {
         "class": type(members[0]).__name__,
         "parameters": sum(p.numel() for p in members[0].parameters()),
         "digest": sha256(json.dumps(kinds).encode()).hexdigest()[:16],
     }
-
-
-def _layers(member: nn.Module) -> list[Any]:
-    """Its layers by name, class and what they print of themselves, and the shapes of its parameters."""
-    layers = [
-        [name, type(part).__name__, without_addresses(part.extra_repr())]
-        for name, part in member.named_modules()
-    ]
-    return [layers, [[key, list(value.shape)] for key, value in member.named_parameters()]]

@@ -68,12 +68,8 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """The versions of everything that may change a number."""
-    return {
-        "cmcl": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
+    python, cuda = platform.python_version(), torch.version.cuda
+    return {"cmcl": __version__, "python": python, "torch": torch.__version__, "cuda": cuda}
 
 
 def usable(device: torch.device) -> torch.device:
@@ -103,15 +99,13 @@ def commit() -> str | None:
     """
     if given := os.environ.get("CMCL_COMMIT"):
         return given
-    here = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parents[1]), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        # Only if git tracks this very package: it may be installed below another checkout.
-        _git(here, "ls-files", "--error-unmatch", "__init__.py")
-        return _git(here, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
+        git("ls-files", "--error-unmatch", "__init__.py")  # it may be installed below another checkout
+        return git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(folder: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True)
-    return done.stdout.strip()

@@ -1,30 +1,25 @@
-"""One pass over a test set: every number that a record reports, and the images that the report shows.
+"""One pass over a test set: every number that a record reports.
 
 Sums and counts over batches, so memory does not grow with the number of examples, except for the scores of
 the risk-coverage curve and AUROC. Errors are in percent. M members, N examples, C classes.
 """
 
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from .. import _checks, metrics
-from .._files import replacing
 from .._messages import progress_bar
-from ..data.dataset import Dataset, default_ignore_index, not_ignored
+from ..data.dataset import Dataset, default_ignore_index
 from ..ensemble import Ensemble
+from .gallery import GalleryBuilder
 
 BINS = 50  # of an entropy histogram, from 0 to log C
 COVERAGES = 100  # points of the risk-coverage curve
 SPECIALISED = 0.9  # accuracy above which a member specialises in a class
-GALLERY_FORMAT = 1
-DISPUTED, SCENES = 12, 6  # images shown of a classifier, and of a segmentation
 
 
 def evaluate_run(
@@ -36,7 +31,7 @@ def evaluate_run(
     batch_size: int = 1000,
     seed: int = 0,
     title: str = "",
-    gallery: "Gallery | None" = None,
+    gallery: GalleryBuilder | None = None,
 ) -> dict[str, Any]:
     """The fields of a record about predictions: errors in both sharing modes, the rest in mode "expected".
 
@@ -50,15 +45,14 @@ def evaluate_run(
         title: of a progress bar on the terminal; none without it.
         gallery: collects images for the report.
     """
-    scores, entropies, start = metrics.Accumulator(curves=True), Entropies(), 0
+    scores, entropies = metrics.Accumulator(curves=True), Entropies()
     batch_size = metrics.examples_per_batch(targets, batch_size)
-    for probs in predictions(ensemble, images, batch_size=batch_size, title=title):
-        part = targets[start : start + probs.shape[1]]
+    batches = predictions(ensemble, images, batch_size=batch_size, title=title)
+    for probs, part, start in _with_targets(batches, targets):
         scores.update(probs, part, ignore_index=default_ignore_index(targets, probs.shape[2]))
         entropies.update(probs, part)
         if gallery is not None:
             gallery.update(probs, start)
-        start += probs.shape[1]
     sampled = errors = _errors(scores)
     if ensemble.share_after is not None:
         label = title and f"{title}, sampled masks"
@@ -110,12 +104,18 @@ def predictions(
 
 def accumulated(batches: Iterator[Tensor], targets: Tensor) -> metrics.Accumulator:
     """The metrics of predictions for these targets."""
-    scores, start = metrics.Accumulator(), 0
-    for probs in batches:
-        part = targets[start : start + probs.shape[1]]
+    scores = metrics.Accumulator()
+    for probs, part, _ in _with_targets(batches, targets):
         scores.update(probs, part, ignore_index=default_ignore_index(targets, probs.shape[2]))
-        start += probs.shape[1]
     return scores
+
+
+def _with_targets(batches: Iterator[Tensor], targets: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Each batch of predictions with its targets and the index of its first example."""
+    start = 0
+    for probs in batches:
+        yield probs, targets[start : start + probs.shape[1]], start
+        start += probs.shape[1]
 
 
 def _errors(scores: metrics.Accumulator) -> dict[str, float]:
@@ -185,135 +185,3 @@ class Entropies:
         if self._ood is not None:
             found |= {"ood": self._ood[:, 0].tolist(), "averaged_ood": self._averaged_ood.tolist()}
         return found
-
-
-class Candidate(NamedTuple):
-    """An image that the gallery may show."""
-
-    score: float
-    image: int  # its index
-    classes: Tensor  # predicted by each member: (M,), or (M, H, W)
-    confidence: Tensor  # (M,), or (M, H, W)
-    entropy: Tensor  # (M,)
-    errors: Tensor  # fraction of wrong pixels (M,)
-    averaged: tuple[int, float]  # class and confidence of the averaged prediction
-
-
-class Gallery:
-    """Collects the test images that show most about the members: gallery.json and small PNG files.
-
-    Args:
-        test: the test set.
-        images: the same images as people see them (N, channels, height, width).
-    """
-
-    def __init__(self, test: Dataset, images: Tensor) -> None:
-        self.test, self.images, self.dense = test, images, test.targets.ndim > 1
-        self.classes, self.size = 0, SCENES if self.dense else DISPUTED
-        self.best: dict[Any, Candidate] = {}  # by image, or by group of images of a segmentation
-
-    def update(self, probs: Tensor, start: int) -> None:
-        """Add predictions (M, n, C, ...) for the images from `start` on."""
-        self.classes = probs.shape[2]
-        targets = self.test.targets[start : start + probs.shape[1]]
-        errors = _pixel_errors(probs, targets) if self.dense else torch.zeros(probs.shape[:2])
-        scores = errors.amax(0) - errors.amin(0) if self.dense else disputed(probs)
-        seen: set[Any] = set()
-        for i in scores.argsort(descending=True, stable=True).tolist():
-            group = self._group(start + i)
-            if group in seen or len(seen) == self.size:
-                continue
-            seen.add(group)
-            if group not in self.best or self.best[group].score < scores[i]:
-                self.best[group] = _candidate(float(scores[i]), start + i, probs[:, i], errors[:, i])
-        self.best = {self._group(one.image): one for one in self._chosen()}
-
-    def _group(self, index: int) -> Any:
-        return self.test.groups[index] if self.dense and self.test.groups else index
-
-    def _chosen(self) -> list[Candidate]:
-        return sorted(self.best.values(), key=lambda one: (-one.score, one.image))[: self.size]
-
-    def write(self, folder: Path) -> None:
-        """Write the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        items = [self._scene(folder, c) if self.dense else self._disputed(folder, c) for c in self._chosen()]
-        for item in items if self.test.groups else ():
-            item["group"] = self.test.groups[item["index"]]  # type: ignore[index]
-        task = "segmentation" if self.dense else "classification"
-        content = {"format": GALLERY_FORMAT, "task": task, "classes": list(self.test.classes), "items": items}
-        with replacing(folder / "gallery.json") as part:
-            part.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
-
-    def _disputed(self, folder: Path, one: Candidate) -> dict[str, Any]:
-        columns = zip(one.classes.tolist(), one.confidence, one.entropy, strict=True)
-        return {
-            "index": one.image,
-            "image": _save(folder / f"{one.image}.png", self.images[one.image]),
-            "target": int(self.test.targets[one.image]),
-            "members": [
-                {"prediction": a, "confidence": _round(c), "entropy": _round(h)} for a, c, h in columns
-            ],
-            "ensemble": {"prediction": one.averaged[0], "confidence": round(one.averaged[1], 4)},
-            "chosen": int(one.entropy.argmin()),
-        }
-
-    def _scene(self, folder: Path, one: Candidate) -> dict[str, Any]:
-        i = one.image
-        return {
-            "index": i,
-            "image": _save(folder / f"{i}.png", self.images[i]),
-            "truth": _save(folder / f"{i}-truth.png", _grey(self.test.targets[i], self.classes)),
-            "members": [
-                {
-                    "mask": _save(folder / f"{i}-member{m}.png", _grey(classes, self.classes)),
-                    "error": _round(100 * one.errors[m]),
-                    "entropy": _round(one.entropy[m]),
-                }
-                for m, classes in enumerate(one.classes)
-            ],
-            "chosen": int(one.entropy.argmin()),
-        }
-
-
-def disputed(probs: Tensor) -> Tensor:
-    """How confidently the members contradict each other, (N,): products of confidences over such pairs."""
-    confidence, predicted = probs.double().max(2)  # (M, N)
-    votes = confidence.new_zeros(probs.shape[1], probs.shape[2]).scatter_add_(1, predicted.T, confidence.T)
-    return (votes.sum(1).square() - votes.square().sum(1)) / 2
-
-
-def _candidate(score: float, index: int, probs: Tensor, errors: Tensor) -> Candidate:
-    """From the probabilities (M, C, ...) of one image."""
-    confidence, classes = probs.max(1)
-    average = probs.mean(0)
-    averaged = (int(average.argmax()), float(average.max())) if average.ndim == 1 else (0, 0.0)
-    entropy = metrics.entropy(probs[:, None])[:, 0]
-    return Candidate(score, index, classes, confidence, entropy, errors, averaged)
-
-
-def _pixel_errors(probs: Tensor, targets: Tensor) -> Tensor:
-    """Fraction of wrong pixels, (M, N)."""
-    counts = not_ignored(targets, default_ignore_index(targets, probs.shape[2]))
-    wrong = (probs.max(2).indices != targets) & counts
-    return wrong.flatten(2).sum(2) / counts.flatten(1).sum(1).clamp(min=1)
-
-
-def _grey(labels: Tensor, classes: int) -> Tensor:
-    """Classes as shades from black to white; ignored pixels in between."""
-    shades = (labels.double() * 255 / (classes - 1)).clamp(0, 255)
-    counts = not_ignored(labels, default_ignore_index(labels, classes))
-    return shades.where(counts, 128.0).to(torch.uint8)[None]
-
-
-def _save(path: Path, image: Tensor) -> str:
-    if image.is_floating_point():  # whatever its scale, from its darkest to its brightest value
-        low, high = image.aminmax()
-        image = ((image - low) * 255 / (high - low).clamp(min=1e-12)).to(torch.uint8)
-    pixels = image.permute(1, 2, 0).cpu().numpy()  # (H, W, channels)
-    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels[..., :3]).save(path, optimize=True)
-    return path.name
-
-
-def _round(value: Tensor) -> float:
-    return round(float(value), 4)

@@ -150,6 +150,12 @@ class Record(Schema):
         return "test" in self.entropy
 
     @property
+    def scores(self) -> dict[str, float]:
+        """What tables show, in percent: top1, picked and oracle error, the mean of the members', and ECE."""
+        found: Any = self.errors["expected"]
+        return {**found, "member": fmean(self.members), "ece": self.calibration["ece"]}
+
+    @property
     def identity(self) -> str:
         """The same for all records of one trained ensemble on the same test data."""
         # Equal weights may belong to networks that predict differently, as with other dropout at test time.
@@ -212,8 +218,3 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     """Mean, sample standard deviation (None for one value) and number of values."""
     std = round(stdev(values), 6) if len(values) > 1 else None
     return {"mean": round(fmean(values), 6), "std": std, "n": len(values)}
-
-
-def spread_of(records: Sequence[Record], key: str = "top1") -> dict[str, Any]:
-    """The `spread` of an error in records."""
-    return spread([record.errors["expected"][key] for record in records])  # type: ignore[literal-required]

@@ -28,7 +28,8 @@ from ..training.checkpoint import last_step, locked
 from ..training.config import Recipe
 from ..training.preflight import preflight
 from . import environment
-from .evaluate import Gallery, evaluate_errors, evaluate_run
+from .evaluate import evaluate_errors, evaluate_run
+from .gallery import GalleryBuilder
 from .recipes import OOD, find
 from .record import Record, read
 
@@ -120,9 +121,11 @@ def _train(
         ensemble, sets.train, None, recipe=recipe, seed=seed, task=None, ignore_index="auto", options=options
     )
     with locked(folder):  # the run of another process stays untouched
-        _write_json(folder / "recipe.json", recipe.to_json())
+        with replacing(folder / "recipe.json") as part:
+            part.write_text(json.dumps(recipe.to_json(), indent=1) + "\n", encoding="utf-8")
         step = last_step(folder) or 0
-        if not (finished := step >= _steps(recipe, sets.train)):
+        examples = len(hold_out(sets.train, recipe.validation)[0])
+        if not (finished := step >= recipe.total_steps(examples, min(recipe.batch_size, examples))):
             environment.append(folder, step, now)
     result = fit(
         ensemble,
@@ -161,14 +164,12 @@ def _evaluate(
     """The record of a trained ensemble; writes record.json, ensemble/ and gallery/."""
     ensemble.save(folder / "ensemble")
     test, ood = sets.test[:limit], sets.ood and sets.ood[:limit]
-    title, batch = "" if options.quiet else f"seed {facts['seed']}", options.evaluation_batch
-    Console(stderr=True, quiet=options.quiet).print(
-        f"seed {facts['seed']}: evaluating on {len(test):,} test images"
-        + ("" if ood is None else f", and on {len(ood):,} OOD images of {ood.source}"),
-        highlight=False,
-        soft_wrap=True,
+    title, batch = f"seed {facts['seed']}", options.evaluation_batch
+    more = "" if ood is None else f", and on {len(ood):,} OOD images of {ood.source}"
+    Console(stderr=True, quiet=options.quiet, highlight=False, soft_wrap=True).print(
+        f"{title}: evaluating on {len(test):,} test images{more}"
     )
-    gallery = Gallery(test, sets.test_images)
+    gallery = GalleryBuilder(test, sets.test_images)
     evaluated = evaluate_run(
         ensemble,
         test.images,
@@ -176,7 +177,7 @@ def _evaluate(
         ood=None if ood is None else ood.images,
         batch_size=batch,
         seed=facts["seed"],
-        title=title,
+        title="" if options.quiet else title,
         gallery=gallery,
     )
     held_out = hold_out(sets.train, recipe.validation)[1]
@@ -269,14 +270,3 @@ def named(field: str, name: str, known: Mapping[str, Any]) -> Any:
     if name not in known:
         raise ValueError(f"recipe.{field} must be a known name. Got {name!r}. {nearest(name, list(known))}")
     return known[name]
-
-
-def _steps(recipe: Recipe, train: Dataset) -> int:
-    examples = len(hold_out(train, recipe.validation)[0])
-    return recipe.total_steps(examples, min(recipe.batch_size, examples))
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -1,55 +1,78 @@
 """Whether two mean errors differ significantly: the one test behind the report, the tables and the claims."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from scipy import stats
+
+from .record import Record, spread
 
 LEVEL = 0.05  # a difference with a larger p-value is not significant
 
 Spread = Mapping[str, Any]  # {"mean", "std", "n"}, errors in percent; std is None for one run
 
 
-def p_value(mine: Spread, other: Spread, examples: int | None) -> float | None:
-    """The two-sided p-value of the difference of two mean errors; None where no test applies.
+class Comparison(NamedTuple):
+    """The mean errors of two groups of runs, and the test of their difference."""
 
-    Welch's t-test over the seeds; Student's where one side has one run, which takes the other's variance.
-    With one run each, a two-proportion z-test over the test examples.
+    mine: Spread
+    other: Spread
+    examples: int | None  # of the test set, if they err independently; None for pixels, which do not
 
-    Args:
-        mine: mean, standard deviation and number of runs.
-        other: the same.
-        examples: in the test set, if they err independently. None for pixels, which do not.
-    """
-    a, b, n = mine["mean"], other["mean"], (mine["n"], other["n"])
-    if max(n) == 1:
-        return None if examples is None else _proportions(a / 100, b / 100, examples)
-    std = mine["std"] or 0.0, other["std"] or 0.0
-    if not any(std) or a == b:
-        return float(a == b)
-    return float(stats.ttest_ind_from_stats(a, std[0], n[0], b, std[1], n[1], equal_var=min(n) == 1).pvalue)
+    @classmethod
+    def of(cls, mine: Sequence[Record], other: Sequence[Record], key: str = "top1") -> "Comparison":
+        """Compare runs by their errors in records."""
+        dense = any(record.dense for record in (*mine, *other))
+        examples = None if dense else min(record.test_examples for record in (*mine, *other))
+        ours, theirs = (spread([record.scores[key] for record in side]) for side in (mine, other))
+        return cls(ours, theirs, examples)
 
+    @property
+    def gain(self) -> float:
+        """By how many percent the first error is lower."""
+        mine, other = self.mine["mean"], self.other["mean"]
+        return float(100 * (other - mine) / other) if other else 0.0
 
-def _proportions(a: float, b: float, examples: int) -> float:
-    pooled = (a + b) / 2
-    if a == b:
-        return 1.0
-    return float(2 * stats.norm.sf(abs(a - b) / sqrt(2 * pooled * (1 - pooled) / examples)))
+    @property
+    def p_value(self) -> float | None:
+        """The two-sided p-value of the difference; None where no test applies.
 
+        Welch's t-test over the seeds; Student's where one side has one run, which takes the other's variance.
+        With one run each, a two-proportion z-test over the test examples.
+        """
+        a, b, n = self.mine["mean"], self.other["mean"], (self.mine["n"], self.other["n"])
+        if max(n) == 1 and self.examples is None:
+            return None
+        if a == b:
+            return 1.0
+        if max(n) == 1:
+            pooled = (a + b) / 200
+            return float(
+                2 * stats.norm.sf(abs(a - b) / 100 / sqrt(2 * pooled * (1 - pooled) / self.examples))
+            )
+        std = self.mine["std"] or 0.0, self.other["std"] or 0.0
+        if not any(std):
+            return 0.0
+        test = stats.ttest_ind_from_stats(a, std[0], n[0], b, std[1], n[1], equal_var=min(n) == 1)
+        return float(test.pvalue)
 
-def significant(mine: Spread, other: Spread, examples: int | None) -> bool:
-    """Whether the difference has a p-value below `LEVEL`."""
-    found = p_value(mine, other, examples)
-    return found is not None and found < LEVEL
+    @property
+    def significant(self) -> bool:
+        """Whether the p-value is below `LEVEL`."""
+        return self.p_value is not None and self.p_value < LEVEL
 
+    @property
+    def test(self) -> str:
+        """The numbers of runs, the test and its p-value: "n = 3 and 3, Welch's t-test, p = 0.012"."""
+        n, p = (self.mine["n"], self.other["n"]), self.p_value
+        if p is None:
+            return f"n = {n[0]} and {n[1]}, no test"
+        over_seeds = "Welch's t-test" if min(n) > 1 else "Student's t-test"
+        name = over_seeds if max(n) > 1 else f"z-test over {self.examples:,} examples"
+        return f"n = {n[0]} and {n[1]}, {name}, {'p < 0.001' if p < 0.001 else f'p = {p:.2g}'}"
 
-def describe(mine: Spread, other: Spread, examples: int | None) -> str:
-    """The numbers of runs, the test and its p-value: "n = 3 and 3, Welch's t-test, p = 0.012"."""
-    n, p = (mine["n"], other["n"]), p_value(mine, other, examples)
-    runs = f"n = {n[0]} and {n[1]}"
-    if p is None:
-        return f"{runs}, no test"
-    seeds = "Welch's t-test" if min(n) > 1 else "Student's t-test"
-    test = seeds if max(n) > 1 else f"z-test over {examples:,} examples"
-    return f"{runs}, {test}, {'p < 0.001' if p < 0.001 else f'p = {p:.2g}'}"
+    def __str__(self) -> str:
+        """The errors, the change and the test."""
+        mine, other, word = self.mine["mean"], self.other["mean"], "lower" if self.gain >= 0 else "higher"
+        return f"{mine:.2f} against {other:.2f} %: {abs(self.gain):.1f} % {word} ({self.test})"
