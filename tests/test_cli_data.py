@@ -16,7 +16,7 @@ def test_list(cmcl):
     code, out, _ = cmcl("data", "list")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == [
-        *("cifar10", "svhn", "icoseg", "digits", "shapes", "folder", "arrays")
+        *("name", "cifar10", "svhn", "icoseg", "digits", "shapes", "folder", "arrays")
     ]
 
 
