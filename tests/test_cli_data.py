@@ -40,7 +40,7 @@ def test_the_documents_train_on_a_folder(cmcl, tmp_path, monkeypatch, page_and_m
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     for place in ("train/cat", "train/dog", "test/cat", "test/dog"):
-        (folder := tmp_path / "my-pictures" / place).mkdir(parents=True)
+        (folder := tmp_path / "my-images" / place).mkdir(parents=True)
         for i in range(20):
             Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(folder / f"{i}.jpg")
     text = (DOCS / page).read_text().replace(" \\\n        ", " ")
@@ -49,9 +49,9 @@ def test_the_documents_train_on_a_folder(cmcl, tmp_path, monkeypatch, page_and_m
     assert (code, err) == (0, "")
     assert "datafolder" in out
     if page == "data.md":
-        evaluate = re.search(r"^    cmcl (evaluate runs/\S+) --root my-pictures$", text, re.MULTILINE)[1]
+        evaluate = re.search(r"^    cmcl (evaluate runs/\S+) --root my-images$", text, re.MULTILINE)[1]
         (run,) = tmp_path.glob(evaluate.split()[1])
-        code, out, _ = cmcl("evaluate", run, "--root", "my-pictures")
+        code, out, _ = cmcl("evaluate", run, "--root", "my-images")
         assert code == 0
         assert out.startswith("folder: 40 test images")
 
