@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cmcl
-from cmcl.cli.loading import ensemble_folder, load_ensemble
+from cmcl.cli.loading import find_saved
 from cmcl.data.dataset import Dataset, evenly_spaced, split_validation
 from cmcl.networks import SplitNetwork
 from cmcl.networks.convnet import DropoutPool, PlainDropout
@@ -84,9 +84,9 @@ def main() -> None:
     test = evenly_spaced(test, given.limit)
     print(f"{device_name(torch.device(given.device))}, torch {versions()['torch']}, commit {commit()}")
     print(f"{len(test):,} test images, {len(other):,} {name} images")
-    for place in map(ensemble_folder, given.runs):
-        ensemble = load_ensemble(place, root=given.root, device=given.device)
-        run = place.parent if place.name == "ensemble" else place
+    for saved in map(find_saved, given.runs):
+        ensemble = saved.load(root=given.root, device=given.device)
+        run = saved.folder.parent if saved.folder.name == "ensemble" else saved.folder
         if given.held_out and json.loads((run / "recipe.json").read_text())["validation"] != given.held_out:
             parser.error(f"--held-out must be what {run.name} was trained with, as --validation.")
         print("##", run.name)

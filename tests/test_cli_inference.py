@@ -15,7 +15,7 @@ from scipy.io import savemat
 import cmcl as package
 from cmcl import calibration
 from cmcl.calibration import Threshold, uncertainty
-from cmcl.cli.loading import align_classes, data_of, search_root
+from cmcl.cli.loading import align_classes, find_saved, search_root
 from cmcl.data.dataset import evenly_spaced
 from cmcl.data.registry import DATASETS
 from cmcl.data.transforms import MeanStd
@@ -230,8 +230,8 @@ class TestEvaluate:
 
     def test_an_ensemble_alone(self, cmcl, trained, tmp_path):
         shutil.copytree(trained / "ensemble", tmp_path / "mine")
-        assert data_of(trained / "ensemble") == "digits"
-        assert data_of(tmp_path / "mine") is None, "the transform was fitted to a part of a dataset"
+        assert find_saved(trained / "ensemble").data == "digits"
+        assert find_saved(tmp_path / "mine").data is None, "the transform was fitted to a part of a dataset"
         code, _, err = cmcl("evaluate", tmp_path / "mine")
         assert code == 2
         assert "--data must name the test data" in err
@@ -340,20 +340,15 @@ class TestClasses:
         assert "must have 10 classes" in err
 
     def test_pixels_to_ignore_stay(self):
-        class Two:
-            classes = ("sky", "sea")
-
-            def predict(self, images):
-                return package.ensemble.prediction(torch.zeros(1, len(images), 2, 1, 3))
-
         masks = torch.tensor([[[0, 1, 255]]], dtype=torch.uint8)
         data = package.data.Dataset(torch.zeros(1, 3, 1, 3, dtype=torch.uint8), masks, ("sea", "sky"))
-        found = align_classes(Two(), data)
+        found = align_classes(data, ("sky", "sea"), 2)
         assert found.targets.tolist() == [[[1, 0, 255]]]
         assert found.targets.dtype == torch.uint8
         assert found.classes == ("sky", "sea")
-        Two.classes = ("sky", "sea", "land")
-        assert align_classes(Two(), data) is data, "more names than outputs are not its own"
+        assert align_classes(data, ("sky", "sea", "land"), 2) is data, (
+            "more names than outputs are not its own"
+        )
 
 
 FILTERS = dict(TINY.network_options)

@@ -86,11 +86,11 @@ def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys)
     network = re.search(r"^def network.*?^    return net$", blocks[0], re.DOTALL | re.MULTILINE)
     Path("mynet.py").write_text(f"from torch import nn\n\n\n{network[0]}\n")
     test = names["cmcl"].data.load("digits", split="test")
-    pictures = [Path("photo.png"), *(Path(f"my-pictures/test/{name}/0.png") for name in test.classes)]
+    pictures = [Path("photo.png"), *(Path(f"my-images/test/{name}/0.png") for name in test.classes)]
     for i, path in enumerate(pictures):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(test.images[i, 0].numpy()).save(path)
-    shutil.copytree("my-pictures/test", "my-pictures/train")
+    shutil.copytree("my-images/test", "my-images/train")
     commands = re.findall(r"^    cmcl (.+)$", text, re.MULTILINE)
     capsys.readouterr()  # what the snippets print
     assert [command.split()[0] for command in commands] == ["predict", "evaluate", "export"]

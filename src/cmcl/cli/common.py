@@ -1,4 +1,4 @@
-"""What several commands share: options, checks of what the user passed, exit codes, tables and JSON."""
+"""Options, checks, exit codes and output that several commands share."""
 
 import importlib
 import json
@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,15 +16,16 @@ from typer import Argument, Option
 
 from .._files import parse_json
 from .._messages import first_line
+from ..data.registry import nearest
 
 if TYPE_CHECKING:
     from ..training import Options
 
 FAILED, USAGE, TIME_OVER, STOPPED = 1, 2, 3, 130  # exit codes
+FUNCTION = "MODULE:FUNCTION"
 SAME_COMMAND = "the same command resumes it"
 
 Pairs = list[str] | None
-Function = str | None
 Run = Annotated[Path, Argument(metavar="RUN", help="A run folder or a saved ensemble.")]
 Root = Annotated[Path | None, Option(help="Folder of the datasets. Default: $CMCL_DATA, then ~/.cache/cmcl.")]
 RunsFolder = Annotated[Path, Option("--out", "-o", help="Folder that gets the run folders.")]
@@ -42,16 +43,12 @@ DataOption = Annotated[
 ]
 Limit = Annotated[int | None, Option(min=2, help="Use a subset of n test examples.")]
 OwnNetwork = Annotated[
-    Function,
-    Option(
-        "--network", metavar="MODULE:FUNCTION", help="Function that builds a member, for your own network."
-    ),
+    str | None,
+    Option("--network", metavar=FUNCTION, help="Function that builds a member, for your own network."),
 ]
 OwnLogits = Annotated[
-    Function,
-    Option(
-        "--logits", metavar="MODULE:FUNCTION", help="Function that picks the logits, if saved with output=."
-    ),
+    str | None,
+    Option("--logits", metavar=FUNCTION, help="Function that picks the logits, if saved with output=."),
 ]
 Settings = Annotated[Pairs, Option("--set", metavar="FIELD=VALUE", help="Change any field of the recipe.")]
 Budget = Annotated[
@@ -75,31 +72,21 @@ def parse_pairs(pairs: Sequence[str] | None, option: str) -> dict[str, Any]:
     return values
 
 
-def parse_numbers(text: str | None, kind: type, option: str) -> list[Any] | None:
-    """The numbers of a list such as 0.5,0.75."""
-    try:
-        return None if text is None else [kind(word) for word in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} must be numbers with commas, such as 0.5,0.75. Got {text!r}.") from None
-
-
-def import_function(name: str, subject: str, does: str = "builds a network") -> Callable[..., Any]:
+def import_function(name: str, subject: str) -> Callable[..., Any]:
     """A user's function, from a module in the current folder or an installed one."""
-    module, separator, function = name.partition(":")
-    if not (module and separator and function):
+    module, _, function = name.partition(":")
+    if not (module and function):
         raise ValueError(f"{subject} MODULE:FUNCTION, such as mynet:build. Got {name!r}.")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
     try:
         found = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{module} must be a Python module that can be imported from {here}. {error}."
-        ) from error
+        raise ValueError(f"{module} must be a Python module, in {here} or installed. {error}.") from error
     except AttributeError as error:
         raise ValueError(f"{module} must have the function {function}. {error}.") from error
     if not callable(found):
-        raise TypeError(f"{name} must be a function that {does}. Got {type(found).__name__}.")
+        raise TypeError(f"{name} must be a function. Got {type(found).__name__}.")
     return found  # type: ignore[no-any-return]
 
 
@@ -116,23 +103,39 @@ def input_errors(must: str) -> Iterator[None]:
         raise ValueError(f"{must} torch says: {first_line(error)}") from error
 
 
+def check_choice(option: str, value: str | None, valid: Iterable[str]) -> None:
+    """Raise unless `value` is one of the valid names, or None."""
+    names = list(valid)
+    if value is not None and value not in names:
+        raise ValueError(
+            f"{option} must be one of {', '.join(names)}. Got {value!r}. {nearest(value, names)}"
+        )
+
+
+def nearest_folder(path: Path) -> str:
+    """A hint for a folder that does not exist: the closest name beside it."""
+    parent = path.absolute().parent
+    return (
+        nearest(path.name, sorted(p.name for p in parent.iterdir() if p.is_dir())) if parent.is_dir() else ""
+    )
+
+
 def check_writable(path: Path | None, option: str, *, folder: bool = False) -> None:
     """Raise before the work if `path`, a file or a folder, could not be written after it."""
     if path is None:
         return
+    target = path.absolute() if folder else path.absolute().parent
+    there = next(place for place in (target, *target.parents) if os.path.lexists(place))
+    problem = None
     if not folder and path.exists() and not path.is_file():  # /dev/stdout would become a file for everybody
-        raise ValueError(
-            f"{option} must name a file. Got {path}, {'a folder' if path.is_dir() else 'a device'}."
-        )
-    target = path if folder else path.absolute().parent
-    there = next(place for place in (target, *target.absolute().parents) if os.path.lexists(place))
-    if not there.is_dir():
-        problem = "a file" if there.exists() else "a link to nowhere"
-        raise ValueError(
-            f"{option} must name a {'folder' if folder else 'file'}. Got {path}, but {there} is {problem}."
-        )
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"{option} must be writable. Got {path}: no permission to write {there}.")
+        there, problem = path, "is a folder" if path.is_dir() else "is a device"
+    elif not there.is_dir():
+        problem = "is a file" if there.exists() else "is a link to nowhere"
+    elif not os.access(there, os.W_OK):
+        problem = "gives no permission to write"
+    if problem:
+        kind = "folder" if folder else "file"
+        raise ValueError(f"{option} must name a {kind} that can be written. Got {path}: {there} {problem}.")
 
 
 def seed_range(seed: int, seeds: int = 1) -> range:
@@ -160,7 +163,7 @@ def run_options(device: str, precision: str, **more: Any) -> "Options":
 
 @contextmanager
 def stoppable(hint: str = SAME_COMMAND) -> Iterator[None]:
-    """Exit with a message and a code if a run was stopped or diverged; `hint` says how to resume."""
+    """Exit with a message and a code if a run is interrupted or diverges; `hint` says how to resume."""
     from ..training import Diverged, Interrupted
     from ..training.checkpoint import FolderInUseError
 
@@ -201,35 +204,29 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str | None = None) -> None:
-    """Print a table. A column whose name begins with ">" holds numbers; None is shown as a dash."""
-    heads = [name.removeprefix(">") for name in columns]
-    right = [name.startswith(">") for name in columns]
-    cells = [["-" if value is None else str(value) for value in row] for row in rows]
-    if sys.stdout.isatty():
-        _print_rich(heads, right, cells, title)
-        return
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    for row in (heads, *cells) if title is None else ([title], heads, *cells):
-        padded = [f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in zip(row, widths, right, strict=False)]
-        typer.echo("  ".join(padded).rstrip())
+    """Print a table. A column whose name begins with ">" holds numbers; None is shown as a dash.
 
-
-def _print_rich(heads: list[str], right: list[bool], cells: list[list[str]], title: str | None) -> None:
-    """Fit the table to the terminal: numbers stay whole, text folds; the first column only if it must."""
+    On a terminal it fits the width: numbers stay whole, text folds, the first column only if it must.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    console, table = Console(highlight=False, markup=False), Table(box=None, pad_edge=False)
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    needed = sum(w + 2 for i, (w, r) in enumerate(zip(widths, right, strict=True)) if r or i == 0)
-    for i, (head, numbers) in enumerate(zip(heads, right, strict=True)):
-        whole = numbers or (i == 0 and needed <= console.width)
-        table.add_column(head, justify="right" if numbers else "left", no_wrap=whole, overflow="fold")
+    cells = [["-" if value is None else str(value) for value in row] for row in rows]
+    heads = [name.removeprefix(">") for name in columns]
+    right = [name.startswith(">") for name in columns]
+    widths = [max(map(len, column)) + 2 for column in zip(heads, *cells, strict=True)]
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else sum(widths))
+    needed = widths[0] + sum(width for width, number in zip(widths[1:], right[1:], strict=True) if number)
+    table = Table(box=None, pad_edge=False)
+    for i, (head, number) in enumerate(zip(heads, right, strict=True)):
+        whole = number or (i == 0 and needed <= console.width)
+        table.add_column(head, justify="right" if number else "left", no_wrap=whole, overflow="fold")
     for row in cells:
         table.add_row(*row)
-    if title is not None:
-        console.print(title, style="bold")
-    console.print(table)
+    with console.capture() as drawn:
+        console.print(table)
+    lines = [line.rstrip() for line in drawn.get().splitlines()]
+    typer.echo("\n".join(lines if title is None else [title, *lines]))
 
 
 def number(value: float | None) -> str | None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from ..data.registry import DATASETS
-from .common import AsJson, Root, parse_pairs, print_json, seed_range
+from .common import AsJson, DataOption, Root, parse_pairs, print_json, print_table, seed_range
 
 app = typer.Typer(help="Download datasets and inspect them.", no_args_is_help=True)
 DOWNLOADS = [name for name, info in DATASETS.items() if info.published and info.published.downloads]
@@ -14,11 +14,11 @@ DOWNLOADS = [name for name, info in DATASETS.items() if info.published and info.
 @app.command("list")
 def data_list(as_json: AsJson = False) -> None:
     """List the datasets."""
+    rows = [(name, info.description) for name, info in DATASETS.items()]
     if as_json:
-        print_json([{"name": name, "description": info.description} for name, info in DATASETS.items()])
-        return
-    for name, info in DATASETS.items():
-        typer.echo(f"{name:<9} {info.description}")
+        print_json([{"name": name, "description": description} for name, description in rows])
+    else:
+        print_table(("name", "description"), rows)
 
 
 @app.command("fetch")
@@ -42,10 +42,7 @@ def data_check(
         float | None, typer.Option(help="Hold out this fraction of the training split.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the held-out split.")] = 0,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An option of the dataset, such as size=[32,32]."),
-    ] = None,
+    option: DataOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Load a dataset and describe it.

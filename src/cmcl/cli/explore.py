@@ -72,7 +72,7 @@ def demo(
     ]
     common.print_table(("method", ">top-1 error %", ">oracle error %", ">ECE %"), rows)
     common.say("\nTop-1: the averaged prediction is wrong. Oracle: every member is wrong.")
-    common.say(f"One seed on so few test images is noisy: {MORE_SEEDS[segmentation]}.\n{ECE}")
+    common.say(f"One seed on few test images is noisy: {MORE_SEEDS[segmentation]}.\n{ECE}")
     if found["report"] is not None:
         typer.echo(f"\nReport: {found['report']}")
 
@@ -139,12 +139,7 @@ def show(
     as_json: common.AsJson = False,
 ) -> None:
     """List recipes with the paper's errors, networks and datasets."""
-    from ..data.registry import nearest
-
-    if kind is not None and kind not in KINDS:
-        raise ValueError(
-            f"list must be one of {', '.join(KINDS)}. Got {kind!r}. {nearest(kind, list(KINDS))}"
-        )
+    common.check_choice("list", kind, KINDS)
     found = {name: entries for name, entries in _everything().items() if kind in (None, name)}
     if as_json:
         common.print_json(found)

@@ -14,19 +14,9 @@ from typer import Argument, Option
 from .._files import read_json, replacing
 from ..data.registry import DATASETS
 from . import common
-from .loading import (
-    check_takes,
-    data_of,
-    ensemble_folder,
-    label_of,
-    load_ensemble,
-    load_ood,
-    load_test,
-)
+from .loading import Saved, count_classes, find_saved, load_ood, load_test
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
     from ..calibration import Threshold
@@ -77,16 +67,16 @@ def evaluate(
     if ood is None and (ood_root or ood_option):
         raise ValueError("--ood must name the dataset of --ood-root and --ood-option. Got none.")
     device = common.check_device(device)
-    outside = None if ood is None else evenly_spaced(load_ood(ood, ood_root, root, ood_option), limit)
+    ood_data = None if ood is None else evenly_spaced(load_ood(ood, ood_root, root, ood_option), limit)
     results: list[dict[str, Any]] = []
     for run in runs:
-        folder = ensemble_folder(run)
-        ensemble = load_ensemble(folder, root=root, device=device, network=network, logits=logits)
-        test = load_test(folder, ensemble, data, root, option, limit)
-        if outside is not None:
-            check_takes(ensemble, outside, "--ood")
-        about = {"run": str(run), "name": label_of(folder), "data": data or data_of(folder), "ood": ood}
-        results.append(about | {"examples": len(test)} | _measure(ensemble, test, outside, batch_size))
+        saved = find_saved(run)
+        ensemble = saved.load(root=root, device=device, network=network, logits=logits)
+        test = load_test(saved, ensemble, data, root, option, limit)
+        if ood_data is not None:
+            count_classes(ensemble, ood_data, "--ood", "--ood-option")
+        about = {"run": str(run), "name": saved.name, "data": data or saved.data, "ood": ood}
+        results.append(about | {"examples": len(test)} | _measure(ensemble, test, ood_data, batch_size))
     if as_json:
         common.print_json(results)
         return
@@ -106,29 +96,24 @@ def _print_scores(results: list[dict[str, Any]]) -> None:
 
 
 def _measure(
-    ensemble: "Ensemble", test: "Dataset", outside: "Dataset | None", batch: int
+    ensemble: "Ensemble", test: "Dataset", ood_data: "Dataset | None", batch: int
 ) -> dict[str, float]:
     from .. import metrics
+    from .._messages import progress_bar
     from ..data.dataset import default_ignore_index
 
-    scores = metrics.Accumulator(curves=outside is not None)
+    scores = metrics.Accumulator(curves=ood_data is not None)
     batch = metrics.examples_per_batch(test.targets, batch)
-    for probs, targets in zip(_probs(ensemble, test, batch, "test"), test.targets.split(batch), strict=True):
+    pairs = list(zip(test.images.split(batch), test.targets.split(batch), strict=True))
+    for images, targets in progress_bar(pairs, "test"):
+        probs = ensemble.predict(images).member_probs.cpu()
         scores.update(probs, targets, ignore_index=default_ignore_index(targets, probs.shape[2]))
-    for probs in () if outside is None else _probs(ensemble, outside, batch, "OOD"):
-        scores.update_ood(probs)
+    for images in () if ood_data is None else progress_bar(ood_data.images.split(batch), "OOD"):
+        scores.update_ood(ensemble.predict(images).member_probs.cpu())
     found = scores.compute()
     errors = {f"{name}_error": name for name in ("top1", "picked", "oracle", "member")} | {"ece": "ece"}
     values = {name: metrics.percent(found[key]) for key, name in errors.items()}
     return values | {key: round(found[key], 6) for key in ("entropy", "ood_entropy", "auroc") if key in found}
-
-
-def _probs(ensemble: "Ensemble", data: "Dataset", batch_size: int, title: str) -> "Iterator[Tensor]":
-    """The members' probabilities (M, B, C, ...) of each batch, with a progress bar on a terminal."""
-    from .._messages import progress_bar
-
-    for part in progress_bar(data.images.split(batch_size), title):
-        yield ensemble.predict(part).member_probs.cpu()
 
 
 def calibrate(
@@ -159,35 +144,35 @@ def calibrate(
 
     calibration.check_guarantee(risk, confidence, score)
     common.check_writable(out, "--out")
-    folder = ensemble_folder(run)
+    saved = find_saved(run)
     device = common.check_device(device)
-    ensemble = load_ensemble(folder, root=root, device=device, network=network, logits=logits)
-    test = load_test(folder, ensemble, data, root, option, limit)
+    ensemble = saved.load(root=root, device=device, network=network, logits=logits)
+    test = load_test(saved, ensemble, data, root, option, limit)
     probs = ensemble.predict(test.images, batch_size=BATCH).member_probs.cpu()
-    held_out, other, truth = probs[:, ::2], probs[:, 1::2], test.targets[1::2]
+    fitted, other, truth = probs[:, ::2], probs[:, 1::2], test.targets[1::2]
     threshold = calibration.fit_threshold(
-        held_out, test.targets[::2], risk=risk, confidence=confidence, score=score
-    )
-    threshold = threshold.model_copy(update={"weights": saved_checksum(folder)})
-    temperature = calibration.fit_temperature(held_out, test.targets[::2])
+        fitted, test.targets[::2], risk=risk, confidence=confidence, score=score
+    ).model_copy(update={"weights": saved_checksum(saved.folder)})
+    temperature = calibration.fit_temperature(fitted, test.targets[::2])
     scaled = calibration.apply_temperature(other, temperature)[None]
     predictions = calibration.decide(other, threshold)
     made = predictions != calibration.ABSTAIN
-    found: dict[str, Any] = {
-        "temperature": temperature,
-        "threshold": threshold.to_json(),
-        "tested": {
-            "examples": len(truth),
-            "predicted": int(made.sum()),
-            "errors": int((predictions[made] != truth[made]).sum()),
-            "ece": metrics.percent(metrics.ece(other, truth)),
-            "scaled_ece": metrics.percent(metrics.ece(scaled, truth)),
-        },
+    tested = {
+        "examples": len(truth),
+        "predicted": int(made.sum()),
+        "errors": int((predictions[made] != truth[made]).sum()),
+        "ece": metrics.percent(metrics.ece(other, truth)),
+        "scaled_ece": metrics.percent(metrics.ece(scaled, truth)),
     }
     if as_json:
-        common.print_json(found)
+        common.print_json({"temperature": temperature, "threshold": threshold.to_json(), "tested": tested})
     else:
-        common.say(f"temperature {temperature:.3g}\nthreshold: {threshold}.\n{_tested(**found['tested'])}")
+        common.say(
+            f"temperature {temperature:.3g}\nthreshold: {threshold}.\nOn {len(truth):,} other images: "
+            f"coverage {tested['predicted'] / len(truth):.1%}, {tested['errors']} of {tested['predicted']:,} "
+            f"predictions wrong; ECE {tested['ece']:.2f} %, after temperature scaling "
+            f"{tested['scaled_ece']:.2f} %."
+        )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(out) as part:
@@ -195,13 +180,6 @@ def calibrate(
     if not threshold.reached:
         common.note(f"no threshold reaches a risk of {risk:g}: the ensemble would abstain on every image.")
         raise typer.Exit(common.FAILED)
-
-
-def _tested(examples: int, predicted: int, errors: int, ece: float, scaled_ece: float) -> str:
-    return (
-        f"On {examples:,} other images: coverage {predicted / examples:.1%}, {errors} of {predicted:,} "
-        f"predictions wrong; ECE {ece:.2f} %, after temperature scaling {scaled_ece:.2f} %."
-    )
 
 
 def export(
@@ -227,12 +205,18 @@ def export(
     from ..export import export as write
     from ..serialization import saved_checksum
 
-    format = _format(out, format)
+    by_suffix = SUFFIXES.get(out.suffix)
+    if (format or by_suffix) is None:
+        raise ValueError(f"--out must end in .onnx or .pt2, or pass --format. Got {out.name!r}.")
+    if None not in (format, by_suffix) and format != by_suffix:
+        raise ValueError(f"--out must have the suffix of --format {format}. Got {out.name!r} ({by_suffix}).")
     common.check_writable(out, "--out")
-    folder = ensemble_folder(run)
-    inputs = _example(example, folder, root, limit)
-    ensemble = load_ensemble(folder, root=root, network=network, logits=logits)
-    done = write(ensemble, out, inputs, format=format, checksum=saved_checksum(folder))
+    saved = find_saved(run)
+    inputs = _example(example, saved, root, limit)
+    ensemble = saved.load(root=root, network=network, logits=logits)
+    done = write(
+        ensemble, out, inputs, format=format or str(by_suffix), checksum=saved_checksum(saved.folder)
+    )
     if as_json:
         common.print_json(done._asdict() | {"path": str(done.path)})
         return
@@ -242,26 +226,19 @@ def export(
         common.say(f"  {name:<12}  {value:.1e}")
 
 
-def _format(out: Path, format: str | None) -> str:
-    by_suffix = SUFFIXES.get(out.suffix)
-    if (format or by_suffix) is None:
-        raise ValueError(f"--out must end in .onnx or .pt2, or pass --format. Got {out.name!r}.")
-    if None not in (format, by_suffix) and format != by_suffix:
-        raise ValueError(f"--out must have the suffix of --format {format}. Got {out.name!r} ({by_suffix}).")
-    return format or str(by_suffix)
-
-
-def _example(path: Path | None, folder: Path, root: Path | None, count: int) -> "Tensor":
+def _example(path: Path | None, saved: Saved, root: Path | None, count: int) -> "Tensor":
     """The inputs of --example, or test images."""
     import numpy as np
     import torch
 
     from ..data import load
 
-    if path is None and (name := data_of(folder)):
-        return load(name, split="test", root=root)[:count].images
+    if path is None and saved.data:
+        return load(saved.data, split="test", root=root)[:count].images
     if path is None:
-        raise ValueError(f"--example must name a .npy file: {folder} has no record of its data. Got none.")
+        raise ValueError(
+            f"--example must name a .npy file: {saved.folder} does not record its data. Got none."
+        )
     try:
         return torch.from_numpy(np.load(path, allow_pickle=False))
     except (ValueError, EOFError, TypeError) as error:
@@ -286,12 +263,10 @@ def predict(
     Shows the predictions of the ensemble and of each member, with confidence and entropy, and the most
     confident member.
     """
-    paths, folder = _image_paths(images), ensemble_folder(run)
-    abstain = None if threshold is None else _read_threshold(threshold, folder)
-    ensemble = load_ensemble(
-        folder, root=root, device=common.check_device(device), network=network, logits=logits
-    )
-    pixels, failed = _read_images(paths, ensemble, data_of(folder), resize)
+    paths, saved = _image_paths(images), find_saved(run)
+    abstain = None if threshold is None else _read_threshold(threshold, saved.folder)
+    ensemble = saved.load(root=root, device=common.check_device(device), network=network, logits=logits)
+    pixels, failed = _read_images(paths, ensemble, saved.data, resize)
     predicted = _predict(ensemble, pixels, run, abstain) if pixels else {}
     if as_json:
         common.print_json(
@@ -311,15 +286,12 @@ def _image_paths(given: list[Path]) -> list[Path]:
 
     found: list[Path] = []
     for path in given:
-        if path.is_dir():
-            inside = image_files(path)
-            if not inside:
-                raise ValueError(f"{path} must hold images. Got none; folders inside it are not searched.")
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
+        inside = image_files(path) if path.is_dir() else [path]
+        if not inside:
+            raise ValueError(f"{path} must hold images. Got none; folders inside it are not searched.")
+        if not path.exists():
             raise FileNotFoundError(f"{path} must be an image file or a folder of images. Got no such file.")
+        found += inside
     return found
 
 
@@ -336,8 +308,7 @@ def _read_threshold(path: Path, folder: Path) -> "Threshold":
             f"--threshold must be a file of `cmcl calibrate`. Got {path}: {error} {hint}"
         ) from None
     if threshold.weights not in (None, saved_checksum(folder)):  # None: written by the library
-        got = f"Got {path}, of an ensemble with other weights"
-        raise ValueError(f"--threshold must be calibrated for {folder}. {got}. {hint}")
+        raise ValueError(f"--threshold must be calibrated for {folder}. Got {path}, of other weights. {hint}")
     if not threshold.reached:
         common.note(f"{path}: {threshold}.")
     return threshold
@@ -355,9 +326,8 @@ def _read_images(
         raise ValueError(
             "--resize must know a size, and this ensemble records none. Resize the images yourself."
         )
-    known = BUILDERS.get(getattr(ensemble.members[0], "name", ""))
-    any_size = known is not None and known.dense
-    needed = None if any_size or resize else size
+    network = BUILDERS.get(getattr(ensemble.members[0], "name", ""))
+    needed = None if resize or (network and network.dense) else size  # dense: any size
 
     def read(path: Path) -> "Pixels":
         stored = stored_size(path)

@@ -1,13 +1,13 @@
-"""Run folders, saved ensembles and test data, as evaluate, predict, calibrate and export load them."""
+"""Saved ensembles and test data, as evaluate, predict, calibrate and export load them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._files import read_json
 from .._messages import first_line
-from ..data.registry import DATASETS
+from ..data.registry import DATASETS, data_root, nearest
 from . import common
 
 if TYPE_CHECKING:
@@ -17,83 +17,75 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 
 
-def ensemble_folder(run: Path) -> Path:
+@dataclass(frozen=True)
+class Saved:
+    """A saved ensemble on disk."""
+
+    folder: Path  # holds config.json
+    name: str  # of the run, or of the folder
+    data: str | None  # the dataset that it was trained on, if that is recorded
+
+    def load(
+        self,
+        *,
+        root: Path | None = None,
+        device: str = "cpu",
+        network: str | None = None,
+        logits: str | None = None,
+    ) -> "Ensemble":
+        """The ensemble; `network` and `logits` are the user's MODULE:FUNCTION, where it needs them."""
+        from ..serialization import load
+
+        build = None if network is None else common.import_function(network, "--network must be")
+        pick = None if logits is None else common.import_function(logits, "--logits must be")
+        ensemble = search_root(
+            lambda place: load(self.folder, network=build, output=pick, device=device, root=place),
+            root,
+            "the dataset on which the ensemble's preprocessing is fitted again",
+        )
+        if ensemble.classes is None and (info := DATASETS.get(self.data or "")):
+            ensemble.classes = info.classes or None
+        return ensemble
+
+
+def find_saved(run: Path) -> Saved:
     """The saved ensemble of a run folder, or the folder itself if it is one."""
-    if found := _saved(run):
-        return found
+    if folder := _ensemble_folder(run):
+        name = folder.absolute().parent.name if folder.name == "ensemble" else folder.name
+        return Saved(folder, name, _recorded_data(folder))
     if (run / "checkpoints").is_dir():
         raise ValueError(
             f"{run} must hold a finished run. Got one that was interrupted. Resume it with the command that "
             "started it: `cmcl train RECIPE --resume` and its other options."
         )
-    message = f"{run} must be a run folder of `cmcl train` or a saved ensemble. Got neither. {_meant(run)}"
+    hint = ""
+    if not run.exists():
+        hint = common.nearest_folder(run)
+    elif run.is_dir() and (inside := [path for path in sorted(run.iterdir()) if _ensemble_folder(path)]):
+        hint = f"Name {inside[0]}{f', one of {len(inside)} runs in it' if len(inside) > 1 else ''}."
+    message = f"{run} must be a run folder of `cmcl train` or a saved ensemble. Got neither. {hint}"
     raise FileNotFoundError(message.strip())
 
 
-def _saved(run: Path) -> Path | None:
-    return next((place for place in (run, run / "ensemble") if (place / "config.json").is_file()), None)
+def _ensemble_folder(run: Path) -> Path | None:
+    return next((path for path in (run, run / "ensemble") if (path / "config.json").is_file()), None)
 
 
-def _meant(run: Path) -> str:
-    """A hint: the runs inside a folder, or the name closest to a missing one."""
-    from ..data.registry import nearest
-
-    if run.is_dir():
-        inside = [path for path in sorted(run.iterdir()) if _saved(path)]
-        others = f", one of {len(inside)} runs in it" if len(inside) > 1 else ""
-        return f"Name {inside[0]}{others}." if inside else ""
-    beside = [path.name for path in run.parent.iterdir() if path.is_dir()] if run.parent.is_dir() else []
-    return nearest(run.name, sorted(beside)) if beside and not run.exists() else ""
-
-
-def label_of(folder: Path) -> str:
-    """The name of the run that a saved ensemble belongs to, or its own."""
-    return folder.absolute().parent.name if folder.name == "ensemble" else folder.name
-
-
-def data_of(folder: Path) -> str | None:
-    """The name of the dataset that a saved ensemble was trained on, if its run folder records it."""
-    for place in (folder, folder.absolute().parent):
-        for file, keys in (("recipe.json", ("data",)), ("record.json", ("recipe", "data"))):
-            if (place / file).is_file():
-                return _text(read_json(place / file), *keys)
-    return _text(read_json(folder / "config.json"), "transform", "source", "recipe", "name")
-
-
-def _text(values: Any, *keys: str) -> str | None:
-    """The text under these keys of nested JSON objects."""
+def _recorded_data(folder: Path) -> str | None:
+    """The name of the training data in the files of a run or, if it is alone, of an ensemble."""
+    kinds = {"recipe.json": ["data"], "record.json": ["recipe", "data"]}
+    places = (folder, folder.absolute().parent)
+    files = [(place / name, keys) for place in places for name, keys in kinds.items()]
+    files.append((folder / "config.json", ["transform", "source", "recipe", "name"]))
+    path, keys = next((path, keys) for path, keys in files if path.is_file())
+    values = read_json(path)
     for key in keys:
         values = values.get(key) if isinstance(values, dict) else None
     return values if isinstance(values, str) else None
 
 
-def load_ensemble(
-    folder: Path,
-    *,
-    root: Path | None,
-    device: str = "cpu",
-    network: str | None = None,
-    logits: str | None = None,
-) -> "Ensemble":
-    """A saved ensemble; `network` and `logits` are the user's MODULE:FUNCTION, where it needs them."""
-    from ..serialization import load
-
-    build = None if network is None else common.import_function(network, "--network must be")
-    pick = None if logits is None else common.import_function(logits, "--logits must be", "picks the logits")
-    ensemble = search_root(
-        lambda place: load(folder, network=build, output=pick, device=device, root=place),
-        root,
-        "the dataset on which the ensemble's preprocessing is fitted again",
-    )
-    if ensemble.classes is None and (info := DATASETS.get(data_of(folder) or "")):
-        ensemble.classes = info.classes or None
-    return ensemble
-
-
 def search_root(read: Callable[[Path], Found], root: Path | None, what: str) -> Found:
     """What `read` finds under --root or, since that may hold the user's own images, in the default folder."""
-    from ..data.registry import data_root
-
     default = data_root()
     if root is None or root == default:
         return read(default)
@@ -107,7 +99,7 @@ def search_root(read: Callable[[Path], Found], root: Path | None, what: str) -> 
 
 
 def load_test(
-    folder: Path,
+    saved: Saved,
     ensemble: "Ensemble",
     data: str | None,
     root: Path | None,
@@ -117,23 +109,22 @@ def load_test(
     """The test split of --data or of the training data, with labels as the ensemble numbers them."""
     from ..data.dataset import evenly_spaced
 
-    name, values = data or data_of(folder), common.parse_pairs(options, "--option")
+    name = data or saved.data
     if name is None:
-        raise ValueError(f"--data must name the test data: {folder} has no record of its data. Got none.")
+        raise ValueError(f"--data must name the test data: {saved.folder} does not record it. Got none.")
     check_loadable(name, "--data", "cmcl.evaluate or cmcl.calibration")
-    test = evenly_spaced(_load(name, root, values), limit)
-    check_takes(ensemble, test, "--data")
-    return align_classes(ensemble, test)
+    test = evenly_spaced(_load(name, root, common.parse_pairs(options, "--option")), limit)
+    return align_classes(test, ensemble.classes, count_classes(ensemble, test, "--data", "--option"))
 
 
 def load_ood(name: str, own_root: Path | None, root: Path | None, options: Sequence[str] | None) -> "Dataset":
     """The out-of-distribution images of --ood."""
     values = common.parse_pairs(options, "--ood-option")
     check_loadable(name, "--ood", "cmcl.evaluate")
-    if own_root is None and name == "folder":
-        raise ValueError("--ood-root must name the folder of --ood folder, apart from --root. Got none.")
     if own_root is not None:
         return _load(name, own_root, values)
+    if name == "folder":
+        raise ValueError("--ood-root must name the folder of --ood folder, apart from --root. Got none.")
     return search_root(lambda place: _load(name, place, values), root, f"--ood {name}")
 
 
@@ -157,29 +148,24 @@ def check_loadable(name: str | None, option: str, function: str) -> None:
         )
 
 
-def check_takes(ensemble: "Ensemble", data: "Dataset", option: str) -> None:
-    """Raise if the ensemble does not take images of this shape."""
-    shape = " x ".join(map(str, data.images.shape[1:]))
-    own = {"--data": "--option", "--ood": "--ood-option"}[option]
-    hint = f"{own} mode=L or mode=RGB and {own} size=[HEIGHT,WIDTH]"
+def count_classes(ensemble: "Ensemble", data: "Dataset", option: str, convert: str) -> int:
+    """The number of classes that the ensemble predicts for these images; raises if it does not take them."""
     try:
         with common.input_errors(""):
-            ensemble.predict(data.images[:1])
+            return ensemble.predict(data.images[:1]).probs.shape[1]
     except ValueError as error:
+        shape = " x ".join(map(str, data.images.shape[1:]))
         raise ValueError(
             f"{option} must name images that the ensemble takes. Got {shape} from {data.source}: "
-            f"{first_line(error)}. Name another dataset, or convert a folder of images with {hint}."
+            f"{first_line(error)}. Name another dataset, or convert a folder of images with "
+            f"{convert} mode=L or mode=RGB and {convert} size=[HEIGHT,WIDTH]."
         ) from error
 
 
-def align_classes(ensemble: "Ensemble", data: "Dataset") -> "Dataset":
-    """The same images with labels numbered as the ensemble numbers classes of the same names."""
+def align_classes(data: "Dataset", names: Sequence[str] | None, count: int) -> "Dataset":
+    """The same images with labels numbered as the ensemble numbers its `count` classes, by their names."""
     import torch
 
-    from ..data.registry import nearest
-
-    names = None if ensemble.classes is None else list(ensemble.classes)
-    count = ensemble.predict(data.images[:1]).probs.shape[1]  # a user's own network does not record it
     if names is None or len(names) > count:  # more names than outputs belong to something else
         if count != len(data.classes):
             raise ValueError(
@@ -187,13 +173,13 @@ def align_classes(ensemble: "Ensemble", data: "Dataset") -> "Dataset":
                 f"Got {len(data.classes)}."
             )
         return data
-    if names == list(data.classes):
+    if (known := list(names)) == list(data.classes):
         return data
-    if unknown := [name for name in data.classes if name not in names]:
-        got = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-        message = f"{data.source} must have classes that the ensemble knows by name. Got {got}."
-        raise ValueError(f"{message} {nearest(unknown[0], names)}")
+    if unknown := [name for name in data.classes if name not in known]:
+        raise ValueError(
+            f"{data.source} must have classes that the ensemble knows by name. Got {', '.join(unknown[:5])}"
+            f"{', ...' if len(unknown) > 5 else ''}. {nearest(unknown[0], known)}"
+        )
     numbers = torch.arange(max(256, len(data.classes)))  # pixels to ignore keep their value
-    numbers[: len(data.classes)] = torch.tensor([names.index(name) for name in data.classes])
-    targets = numbers[data.targets.long()].to(data.targets.dtype)
-    return replace(data, targets=targets, classes=tuple(names))
+    numbers[: len(data.classes)] = torch.tensor([known.index(name) for name in data.classes])
+    return replace(data, targets=numbers[data.targets.long()].to(data.targets.dtype), classes=tuple(known))

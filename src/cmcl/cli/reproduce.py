@@ -191,13 +191,11 @@ def _duration(seconds: float) -> str:
 
 
 def _search(cells: "Sequence[Cell]", how: str | None) -> "dict[str, list[Cell]]":
-    from ..data.registry import nearest
     from ..reproduction.cells import search
 
     if how is None:
         return {}
-    if how not in SEARCHES:
-        raise ValueError(f"--search must be heldout or test. Got {how!r}. {nearest(how, list(SEARCHES))}")
+    common.check_choice("--search", how, SEARCHES)
     found = search(cells, on_test=how == "test")
     if not found:
         raise ValueError("--search must have a CMCL recipe to search. Got none in these cells. Try table3.")
@@ -239,31 +237,16 @@ def report(
     format: Annotated[str, Option(help=f"{', '.join(FORMATS)}.")] = "html",
 ) -> None:
     """Write a page, tables or figures from records."""
-    from ..data.registry import nearest
-
-    if format not in FORMATS:
-        hint = nearest(format, list(FORMATS))
-        raise ValueError(f"--format must be one of {', '.join(FORMATS)}. Got {format!r}. {hint}")
-    found, place = _existing(sources or []), out or Path(FORMATS[format])
-    common.check_writable(place, "--out", folder=format not in {"html", "md"})
+    common.check_choice("--format", format, FORMATS)
+    folders = sources or [Path(name) for name in SOURCES if Path(name).is_dir()][:1]
+    if not folders:
+        usual = " or ".join(f"{name}/" for name in SOURCES)
+        raise FileNotFoundError(f"{usual} must exist to report on. Got none. Name a run folder.")
+    for path in folders:
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path} must be a folder with records. {common.nearest_folder(path)}")
+    file = out or Path(FORMATS[format])
+    common.check_writable(file, "--out", folder=format not in {"html", "md"})
     from ..report import write
 
-    typer.echo(write(found, place, format=format))
-
-
-def _existing(sources: list[Path]) -> list[Path]:
-    """The folders, all of which must exist; without any, the first usual one."""
-    from ..data.registry import nearest
-
-    if not sources:
-        sources = [Path(name) for name in SOURCES if Path(name).is_dir()][:1]
-        if not sources:
-            places = " or ".join(f"{name}/" for name in SOURCES)
-            raise FileNotFoundError(f"{places} must exist to report on. Got none. Name a run folder.")
-    for path in sources:
-        if not path.is_dir():
-            beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-            raise FileNotFoundError(
-                f"{path} must be a folder with records. {nearest(path.name, sorted(beside))}"
-            )
-    return sources
+    typer.echo(write(folders, file, format=format))

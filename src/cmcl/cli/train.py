@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..training.config import Recipe
 
 RESUME = "resume with the same command and --resume"
+NETWORK = "network_options."
 SEARCHED = {"beta": "--betas", "overlap": "--overlaps", "validation": "--validation"}  # fields of a recipe
 USUAL = {"--root": None, "--out": Path("runs"), "--seeds": 1, "--device": "auto", "--precision": "auto"}
 
@@ -86,7 +87,7 @@ def train(
             for name, recipe in changed
             for s in common.seed_range(seed, seeds)
         ]
-        _check_resumable(jobs, out) if resume else _check_new(jobs)
+        _check_folders(jobs, out, resume)
         for place in {job.folder if job.folder.exists() or job.folder.is_symlink() else out for job in jobs}:
             common.check_writable(place, "--out", folder=True)
         common.check_writable(results, "--results", folder=True)
@@ -130,22 +131,16 @@ def changed_recipe(name: str, changes: Mapping[str, Any]) -> "tuple[str, Recipe]
 
 
 def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
-    """The recipe with these fields; an unknown name or a value of another type raises."""
-    values = _with_network_options(recipe, changes)
-    other = {"epochs": "steps", "steps": "epochs"}  # one length replaces the other
-    values |= {other[name]: None for name in other if name in values and other[name] not in values}
+    """The recipe with these fields; network_options.hidden=16 changes one option and keeps the others."""
+    values = {name: value for name, value in changes.items() if not name.startswith(NETWORK)}
+    options = {name.removeprefix(NETWORK): value for name, value in changes.items() if name not in values}
+    base = values.get("network_options", recipe.network_options)
+    if options and isinstance(base, Mapping):
+        values["network_options"] = {**base, **options}
+    for length, other in (("epochs", "steps"), ("steps", "epochs")):  # one replaces the other
+        if length in values:
+            values.setdefault(other, None)
     return replace(recipe, **values)
-
-
-def _with_network_options(recipe: "Recipe", changes: Mapping[str, Any]) -> dict[str, Any]:
-    """network_options.hidden=16 changes that option and keeps the recipe's others."""
-    prefix = "network_options."
-    own = {name.removeprefix(prefix): value for name, value in changes.items() if name.startswith(prefix)}
-    rest = {name: value for name, value in changes.items() if not name.startswith(prefix)}
-    whole = rest.get("network_options", recipe.network_options)
-    if not own or not isinstance(whole, Mapping):
-        return rest
-    return rest | {"network_options": {**whole, **own}}
 
 
 def changed_name(name: str, base: "Recipe", changed: "Recipe") -> str:
@@ -167,34 +162,27 @@ def _words(key: str, value: Any, before: Any) -> list[str]:
     return [re.sub(r"[^a-z0-9.]+", "", (key + text).lower())]
 
 
-def _check_new(jobs: Sequence[Job]) -> None:
-    """Raise if a folder already holds this run."""
+def _check_folders(jobs: Sequence[Job], out: Path, resume: bool) -> None:
+    """Raise if a new run would overwrite a run, or if there is none to resume."""
     from ..training.checkpoint import last_step
 
-    for job in jobs:
+    if resume and not any(job.folder.is_dir() for job in jobs):
+        there = sorted(path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
+        held = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "") or "no run"
+        raise ValueError(
+            f"--resume must find a run to resume. Got none at {jobs[0].folder}; {out} holds {held}. Repeat "
+            "the options of the interrupted command, or start a new run without --resume."
+        )
+    for job in () if resume else jobs:
         if (job.folder / "record.json").exists():
-            raise ValueError(
-                f"{job.folder} must be new. It holds this run, finished. Evaluate it with "
-                f"`cmcl evaluate {job.folder}`, or name another --out or --seed."
-            )
-        if step := last_step(job.folder):
+            state, hint = "finished", f"Evaluate it with `cmcl evaluate {job.folder}`"
+        elif step := last_step(job.folder):
             of = f" of {job.recipe.steps}" if job.recipe.steps else ""
-            raise ValueError(
-                f"{job.folder} must be new. It holds this run, interrupted at step {step}{of}. Resume it "
-                "with --resume, or name another --out or --seed."
-            )
-
-
-def _check_resumable(jobs: Sequence[Job], out: Path) -> None:
-    """Raise if none of the runs was started."""
-    if any(job.folder.is_dir() for job in jobs):
-        return
-    there = sorted(path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
-    held = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "") or "no run"
-    raise ValueError(
-        f"--resume must find a run to resume. Got none at {jobs[0].folder}; {out} holds {held}. Repeat the "
-        "options of the interrupted command, or start a new run without --resume."
-    )
+            state, hint = f"interrupted at step {step}{of}", "Resume it with --resume"
+        else:
+            continue
+        message = f"{job.folder} must be new. It holds this run, {state}. {hint}"
+        raise ValueError(f"{message}, or name another --out or --seed.")
 
 
 def _check_unrecorded(jobs: Sequence[Job], results: Path) -> None:
@@ -310,8 +298,8 @@ def tune(
             name,
             out=out,
             recipe=changed,
-            betas=common.parse_numbers(betas, float, "--betas"),
-            overlaps=common.parse_numbers(overlaps, int, "--overlaps"),
+            betas=_numbers(betas, float, "--betas"),
+            overlaps=_numbers(overlaps, int, "--overlaps"),
             validation=validation,
             eta=eta,
             seeds=list(range(seeds)),
@@ -339,6 +327,13 @@ def tune(
     typer.echo(f"to train it on all data: {command}")
 
 
+def _numbers(text: str | None, kind: type, option: str) -> list[Any] | None:
+    try:
+        return None if text is None else [kind(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} must be numbers with commas, such as 0.5,0.75. Got {text!r}.") from None
+
+
 def _searched_recipe(name: str, changes: Mapping[str, Any]) -> "tuple[str, Recipe]":
     from ..reproduction.recipes import find
 
@@ -350,19 +345,11 @@ def _searched_recipe(name: str, changes: Mapping[str, Any]) -> "tuple[str, Recip
 
 def _candidates(result: dict[str, Any]) -> list[list[Any]]:
     """A row for each candidate, those of the most rounds and the lowest error first."""
-    errors: dict[str, list[float]] = {}
-    values = {row["name"]: row for row in result["rungs"][0]["rows"]}
+    rows: dict[str, list[Any]] = {}
     for rung in result["rungs"]:
         for row in rung["rows"]:
-            errors.setdefault(row["name"], []).append(row["held_out"])
-    order = sorted(errors, key=lambda name: (-len(errors[name]), errors[name][-1]))
+            start = [f"{row['beta']:g}", row["overlap"]]
+            rows.setdefault(row["name"], start).append(row["held_out"])
+    ordered = sorted(rows.values(), key=lambda row: (-len(row), row[-1]))
     missing = [None] * len(result["rungs"])
-    return [
-        [
-            f"{values[name]['beta']:g}",
-            values[name]["overlap"],
-            *map(common.number, errors[name]),
-            *missing[len(errors[name]) :],
-        ]
-        for name in order
-    ]
+    return [[*row[:2], *map(common.number, row[2:]), *missing[len(row) - 2 :]] for row in ordered]
