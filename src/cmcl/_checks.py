@@ -138,16 +138,13 @@ def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) 
     low, high = (numbers if ignore_index is None else numbers.where(numbers != ignore_index, 0)).aminmax()
     if int(low) < 0 or int(high) >= classes:  # as ints: a narrow type would take 300 for another number
         counted = numbers if ignore_index is None else numbers[numbers != ignore_index]
+        low, high = counted.aminmax()
+        from_1 = (int(low), int(high)) == (1, classes)
+        hint = "subtract 1" if from_1 else "name a value to skip by ignore_index"
         raise ValueError(
-            f"targets must be between 0 and {classes - 1} (classes on axis 2 of logits). "
-            f"Got {int(counted.min())} to {int(counted.max())}; {_label_hint(counted, classes)}."
+            f"targets must be between 0 and {classes - 1} (classes on axis 2). "
+            f"Got {int(low)} to {int(high)}; labels start at 0: {hint}."
         )
-
-
-def _label_hint(labels: Tensor, classes: int) -> str:
-    if int(labels.min()) == 1 and int(labels.max()) == classes:
-        return "labels start at 0: subtract 1"
-    return "labels start at 0, and a value to skip is named by ignore_index"
 
 
 def ignorable(ignore_index: object, targets: Tensor) -> None:
@@ -185,14 +182,8 @@ def inputs(x: Tensor) -> Tensor:
     return x
 
 
-def finite(name: str, examples: Tensor) -> None:
-    """Neither NaN nor infinity among examples (N, ...)."""
-    if found := not_finite(examples):
-        raise ValueError(f"{name} must be finite. Got {found}. Clean them, or leave them out.")
-
-
 def not_finite(examples: Tensor) -> str:
-    """Where examples (N, ...) hold NaN or infinity, in words; empty if nowhere."""
+    """The part of a message that says where examples (N, ...) hold NaN or infinity; empty if nowhere."""
     if not examples.is_floating_point() or not examples.numel():
         return ""
     if torch.stack(examples.aminmax()).isfinite().all():  # in one pass, and without a copy of them
