@@ -185,6 +185,8 @@ def test_fpr95_at_exactly_95_percent():
     outside = torch.arange(20.0)  # 19 of 20 lie at 1 or above
     inside = torch.tensor([0.5, 0.9, 1.0, 7.0])
     assert metrics.fpr95(inside, outside) == 2 / 4
+    # Thresholds 3, 2 and 1 lie on one straight piece of the ROC curve; 2 detects 19 of 20.
+    assert metrics.fpr95(torch.tensor([0.0] * 8 + [1, 2]), torch.tensor([3.0] * 18 + [1, 2])) == 1 / 10
 
 
 def test_risk_coverage_by_hand():

@@ -98,7 +98,7 @@ def unreduced(values: Tensor, like: Tensor) -> Tensor:
 
 
 def values(logits: Tensor, targets: Tensor, ignore_index: int | None, *, own_task: bool) -> None:
-    """NaN logits and labels outside the classes, where looking is free."""
+    """Raise for NaN logits and labels outside the classes, where the check is free."""
     if not _may_look(logits):
         return
     no_numbers(logits)
@@ -131,7 +131,7 @@ def _warn_once(text: str) -> None:
 
 
 def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) -> None:
-    """Labels must be classes of the networks, or the one that is ignored."""
+    """Raise unless labels are class indices or `ignore_index`."""
     if not targets.numel():
         return
     numbers = targets.long() if targets.dtype in NO_EXTREMES else targets
@@ -148,7 +148,7 @@ def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) 
 
 
 def ignorable(ignore_index: object, targets: Tensor) -> None:
-    """What is to be ignored must be a whole number that targets can be."""
+    """Raise unless ignore_index is None, or an integer within the range of the targets' type."""
     if ignore_index is None:
         return
     if not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool):
@@ -207,7 +207,7 @@ def pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def positive(name: str, value: int) -> None:
-    """A count must be an integer of 1 or more."""
+    """Raise unless a value is an integer of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer. Got {kind(value)}.")
     if value < 1:
@@ -215,20 +215,20 @@ def positive(name: str, value: int) -> None:
 
 
 def at_least(minimum: int, **options: int) -> None:
-    """Options that are kept as JSON must be Python's own integers, of at least `minimum`."""
+    """Raise unless options are Python integers (they are saved as JSON) of at least `minimum`."""
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ValueError(f"{name} must be a whole number of at least {minimum}. Got {value!r}.")
 
 
 def choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """A value must be one of a few."""
+    """Raise unless a value is one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}. Got {value!r}.")
 
 
 def probability(name: str, value: float) -> None:
-    """A probability must be a number between 0 and 1."""
+    """Raise unless a value is a number between 0 and 1."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number. Got {kind(value)}.")
     if not 0 <= value <= 1:
@@ -236,7 +236,7 @@ def probability(name: str, value: float) -> None:
 
 
 def same_device(name: str, value: Tensor, reference: Tensor) -> None:
-    """Tensors that meet must be on one device."""
+    """Raise unless two tensors are on one device."""
     if value.device != reference.device:
         raise ValueError(
             f"{name} must be on {reference.device} like the rest. Got {value.device}; "
@@ -249,7 +249,7 @@ _blind: ContextVar[bool] = ContextVar("_blind", default=False)
 
 @contextmanager
 def blindly() -> Iterator[None]:
-    """Do not look at values: for a caller that finds out by itself, as the training loop does."""
+    """Skip the checks of values, for a caller that checks them itself, as the training loop does."""
     before = _blind.set(True)
     try:
         yield
@@ -266,7 +266,7 @@ def _may_look(tensor: Tensor) -> bool:
 
 
 def kind(value: object) -> str:
-    """How an error message names what came."""
+    """The description of a value in an error message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return (

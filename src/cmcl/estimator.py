@@ -40,7 +40,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         network: a function that builds one member, as for `Ensemble`, with an output for each class. None:
             `networks.plain`, one hidden layer for vectors, two convolutions for images; features can be
             shared after "relu".
-        members: M, how many.
+        members: M, the number of networks.
         method: "cmcl", "mcl" (no KL-to-uniform term) or "ie" (every member learns every example).
         overlap: K, how many members learn each example. None: 3, or members - 1 if that is less.
         beta: weight of the KL-to-uniform term.
@@ -48,7 +48,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         share_after: submodule after which the members share features.
         hidden: width of the default network.
         epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
-        class_weight: of what specialists learn: {class: weight}, or "balanced".
+        class_weight: weights of the classes in the task loss: {class: weight}, or "balanced".
         warm_start: continue from the weights of the last `fit`.
         random_state: a seed makes `fit` repeatable, unless others fit in threads of the same process.
         device: "auto" takes a GPU if there is one.
