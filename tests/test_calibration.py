@@ -253,6 +253,13 @@ def test_a_threshold_of_nonsense(change, message):
         Threshold.from_json(THRESHOLD.to_json() | change)
 
 
+def test_the_least_that_a_threshold_may_hold():
+    """Predicting nothing is not reaching the risk; one prediction is."""
+    change = {"examples": 1, "predicted": 1, "errors": 0, "bound": 0}
+    assert Threshold.from_json(THRESHOLD.to_json() | change).reached
+    assert not Threshold.from_json(THRESHOLD.to_json() | change | {"predicted": 0}).reached
+
+
 @pytest.mark.parametrize("values", ["threshold.json", {"threshold": [1]}, {}, None])
 def test_no_threshold_at_all(values):
     with pytest.raises(ValueError, match="^threshold: Threshold must"):
@@ -262,8 +269,8 @@ def test_no_threshold_at_all(values):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"risk": 0}, "risk must be at least 1e-09 and below 1. Got 0."),
-        ({"confidence": 1.0}, "confidence must be above 0 and below 1. Got 1.0."),
+        ({"risk": 0}, "^risk must be at least 1e-09 and below 1. Got 0."),
+        ({"confidence": 1.0}, "^confidence must be above 0 and below 1. Got 1.0."),
         ({"targets": torch.zeros(4, dtype=torch.long)}, "targets must be an integer tensor of shape"),
         ({"member_probs": torch.rand(5, 3)}, "member_probs must have shape"),
         ({"member_probs": torch.ones(1, 5, 2, 2, 2) / 2}, "must have one prediction per example"),
