@@ -132,8 +132,10 @@ def test_every_level_of_coverage_is_tried(level):
     """Only the most confident 5 %, 10 %, ... are right: the threshold is just there."""
     n = 800 * LEVELS
     targets = (torch.arange(n) >= 800 * level).long()
-    found = fit_threshold(probs_of(torch.linspace(1, 0.4, n, dtype=torch.float64)), targets)
+    probs = probs_of(torch.linspace(1, 0.4, n, dtype=torch.float64))
+    found = fit_threshold(probs, targets)
     assert found.coverage == level / LEVELS
+    assert int((decide(probs, found) != ABSTAIN).sum()) == found.predicted  # at the threshold it abstains
 
 
 def test_all_is_answered_where_nothing_goes_wrong():
