@@ -103,10 +103,7 @@ def test_the_bound_is_where_so_few_errors_become_unlikely(errors, n, level):
     p = upper_bound(errors, n, level)
     tail = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(errors + 1))
     assert tail == pytest.approx(level, rel=1e-6)
-
-
-def test_the_bound_without_evidence_is_one():
-    assert upper_bound(0, 0, 0.05) == 1 == upper_bound(5, 5, 0.05)
+    assert upper_bound(0, 0, level) == 1 == upper_bound(n, n, level)  # without evidence
 
 
 def test_examples_needed_is_exact():
@@ -128,6 +125,17 @@ def test_by_hand():
     assert found.bound == pytest.approx(1 - (0.05 / LEVELS) ** (1 / 1000))
     answers = decide(probs_of([0.9, 0.75, 0.5]), found)
     assert answers.tolist() == [0, 0, -1]  # 0.75 lies above the first unsure one, at 0.7
+
+
+@pytest.mark.parametrize("level", range(1, LEVELS))
+def test_every_level_of_coverage_is_tried(level):
+    """Only the most confident 5 %, 10 %, ... are right: the threshold is just there."""
+    n = 800 * LEVELS
+    targets = (torch.arange(n) >= 800 * level).long()
+    probs = probs_of(torch.linspace(1, 0.4, n, dtype=torch.float64))
+    found = fit_threshold(probs, targets)
+    assert found.coverage == level / LEVELS
+    assert int((decide(probs, found) != ABSTAIN).sum()) == found.predicted  # at the threshold it abstains
 
 
 def test_all_is_answered_where_nothing_goes_wrong():
@@ -247,30 +255,24 @@ def test_a_threshold_of_nonsense(change, message):
         Threshold.from_json(THRESHOLD.to_json() | change)
 
 
+def test_the_least_that_a_threshold_may_hold():
+    """Predicting nothing is not reaching the risk; one prediction is."""
+    change = {"examples": 1, "predicted": 1, "errors": 0, "bound": 0}
+    assert Threshold.from_json(THRESHOLD.to_json() | change).reached
+    assert not Threshold.from_json(THRESHOLD.to_json() | change | {"predicted": 0}).reached
+
+
 @pytest.mark.parametrize("values", ["threshold.json", {"threshold": [1]}, {}, None])
 def test_no_threshold_at_all(values):
     with pytest.raises(ValueError, match="^threshold: Threshold must"):
         Threshold.from_json(values)
 
 
-def test_unfamiliar_examples_rank_higher():
-    """Silent members against a specialist: CMCL's score tells them apart, disagreement does the contrary."""
-    sure, silent = [0.98, 0.01, 0.01], [1 / 3] * 3
-    known = torch.tensor([sure, silent, silent])[:, None].expand(-1, 20, -1)
-    unknown = torch.tensor([silent, silent, silent])[:, None].expand(-1, 20, -1)
-    scores = {name: (uncertainty(known, name), uncertainty(unknown, name)) for name in SCORES}
-    assert metrics.auroc(*scores["lowest_entropy"]) == 1
-    assert metrics.auroc(*scores["disagreement"]) == 0
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"risk": 0}, "risk must be at least 1e-09 and below 1. Got 0."),
-        ({"confidence": 1.0}, "confidence must be above 0 and below 1. Got 1.0."),
-        ({"risk": 1}, "risk must be at least 1e-09 and below 1. Got 1."),
-        ({"risk": 1.5}, "risk must be between 0 and 1. Got 1.5."),
-        ({"score": "entropy"}, "score must be one of 'confidence', .* Got 'entropy'."),
+        ({"risk": 0}, "^risk must be at least 1e-09 and below 1. Got 0."),
+        ({"confidence": 1.0}, "^confidence must be above 0 and below 1. Got 1.0."),
         ({"targets": torch.zeros(4, dtype=torch.long)}, "targets must be an integer tensor of shape"),
         ({"member_probs": torch.rand(5, 3)}, "member_probs must have shape"),
         ({"member_probs": torch.ones(1, 5, 2, 2, 2) / 2}, "must have one prediction per example"),
@@ -305,13 +307,8 @@ def test_tempering_keeps_the_answer_and_one_changes_nothing():
     for t in (0.1, 0.5, 3.0):
         assert torch.equal(apply_temperature(probs, t).argmax(1), probs.mean(0).argmax(1))
     assert apply_temperature(torch.tensor([[[1.0, 0.0]]]), 0.05).tolist() == [[1.0, 0.0]]
-
-
-def test_no_best_temperature_is_told():
-    """All answers are right: the surer, the better, without an end."""
-    probs = torch.rand(3, 50, 4).softmax(2)
     with pytest.warns(UserWarning, match="0.05, is the end of its range"):
-        fit_temperature(probs, probs.mean(0).argmax(1))
+        fit_temperature(probs, probs.mean(0).argmax(1))  # all correct: lower is always better
 
 
 def test_a_silent_half_is_undone():

@@ -77,7 +77,17 @@ def test_whitening_sharing_and_choice_in_one_graph(format, tmp_path):
     run = onnx_runner(path) if format == "onnx" else torch_runner(path)
     for n in (1, 2, 17):
         assert_equal(run(images(n, 1, 8, 8, seed=n)), ensemble.predict(images(n, 1, 8, 8, seed=n)))
+        assert run(images(n, 1, 8, 8))[0].numpy().shape == (n, 10), "no gradients"
+    if format == "onnx":
+        assert onnx_shapes(path) == {
+            "input": ["batch", 1, 8, 8],
+            "probs": ["batch", 10],
+            "member_probs": [3, "batch", 10],
+            "entropy": [3, "batch"],
+            "chosen": ["batch"],
+        }
     assert ensemble.training
+    assert all(p.requires_grad for p in ensemble.parameters())
     assert all(torch.equal(value, before[key]) for key, value in ensemble.state_dict().items())
     assert ensemble.transform.transform(images(2, 1, 8, 8)).isfinite().all(), "its float64 copies are its own"
 
@@ -85,6 +95,16 @@ def test_whitening_sharing_and_choice_in_one_graph(format, tmp_path):
 def torch_runner(path):
     module = torch.export.load(path).module()
     return lambda x: [module(x)[name] for name in OUTPUTS]
+
+
+def onnx_shapes(path):
+    import onnx
+
+    graph = onnx.load(path).graph
+    return {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
 
 
 def test_a_network_cut_by_name_on_floats(tmp_path):
@@ -99,14 +119,6 @@ def test_a_network_cut_by_name_on_floats(tmp_path):
     ensemble.share_at_test = "off"
     export(ensemble, tmp_path / "m.pt2", x, format="torch")
     assert_equal(torch_runner(tmp_path / "m.pt2")(x), ensemble.predict(x))
-
-
-def test_a_loaded_program_computes_no_gradients(tmp_path):
-    ensemble = whitened()
-    export(ensemble, tmp_path / "m.pt2", images(3, 1, 8, 8), format="torch")
-    probs = torch.export.load(tmp_path / "m.pt2").module()(images(4, 1, 8, 8))["probs"]
-    assert probs.numpy().shape == (4, 10)
-    assert all(p.requires_grad for p in ensemble.parameters()), "the user's own goes on learning"
 
 
 def test_dense_outputs(tmp_path):
@@ -238,25 +250,6 @@ def test_a_file_holds_no_paths_of_this_machine(format, tmp_path):
         assert not any(str(path).encode() in part for part in parts), path
 
 
-@needs_onnx
-def test_the_batch_is_called_batch(tmp_path):
-    import onnx
-
-    export(whitened(), tmp_path / "m.onnx", images(3, 1, 8, 8))
-    graph = onnx.load(tmp_path / "m.onnx").graph
-    shapes = {
-        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        for value in (*graph.input, *graph.output)
-    }
-    assert shapes == {
-        "input": ["batch", 1, 8, 8],
-        "probs": ["batch", 10],
-        "member_probs": [3, "batch", 10],
-        "entropy": [3, "batch"],
-        "chosen": ["batch"],
-    }
-
-
 def test_errors(tmp_path, monkeypatch):
     ensemble = cmcl.Ensemble(lambda: nn.Linear(4, 3), 2)
     with pytest.raises(ValueError, match="classes must name the 3 .* Got 2."):
@@ -267,6 +260,8 @@ def test_errors(tmp_path, monkeypatch):
         export(ensemble, tmp_path / "m", torch.randn(1, 4))
     with pytest.raises(ValueError, match="compute in float32. Got a torch.uint8"):
         export(ensemble, tmp_path / "m", torch.zeros(2, 4, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="path must be a file to write, such as .* Got a folder."):
+        export(ensemble, tmp_path, torch.randn(4, 4))
     monkeypatch.setattr(exporting, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'confident-mcl\[export\]'"):
         export(ensemble, tmp_path / "m", torch.randn(4, 4))
@@ -404,12 +399,6 @@ def test_an_example_that_does_not_fit(ensemble_type, example, message, tmp_path)
     ensemble = cmcl.Ensemble(lambda: nn.Linear(6, 5), 2).to(ensemble_type)
     with pytest.raises(ValueError, match=message):
         export(ensemble, tmp_path / "m.pt2", example, format="torch")
-
-
-def test_a_folder_is_refused_before_the_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(cmcl.Ensemble, "predict", pytest.fail)
-    with pytest.raises(ValueError, match="path must be a file to write, such as .* Got a folder."):
-        export(cmcl.Ensemble(lambda: nn.Linear(6, 5), 2), tmp_path, torch.randn(4, 6), format="torch")
 
 
 def test_a_full_disk(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import log_loss
 
 from cmcl import metrics
 
@@ -186,6 +185,8 @@ def test_fpr95_at_exactly_95_percent():
     outside = torch.arange(20.0)  # 19 of 20 lie at 1 or above
     inside = torch.tensor([0.5, 0.9, 1.0, 7.0])
     assert metrics.fpr95(inside, outside) == 2 / 4
+    # Thresholds 3, 2 and 1 lie on one straight piece of the ROC curve; 2 detects 19 of 20.
+    assert metrics.fpr95(torch.tensor([0.0] * 8 + [1, 2]), torch.tensor([3.0] * 18 + [1, 2])) == 1 / 10
 
 
 def test_risk_coverage_by_hand():
@@ -208,21 +209,11 @@ def test_tied_confidences_give_the_mean_over_their_orders():
 # --- against brute force
 
 
-@given(cases)
-@settings(deadline=None, max_examples=60)
-def test_errors_and_scores_against_loops(case):
+@given(cases, st.none() | st.integers(0, 4))
+@settings(deadline=None, max_examples=100)
+def test_errors_and_scores_against_loops(case, ignored):
     member_probs, targets = case
-    expected = brute_force(member_probs, targets)
-    for name in BY_IMAGE:
-        assert getattr(metrics, name)(member_probs, targets) == pytest.approx(expected[name], abs=1e-12), name
-    np.testing.assert_allclose(metrics.member_errors(member_probs, targets), expected["members"])
-
-
-@given(cases, st.integers(0, 4))
-@settings(deadline=None, max_examples=60)
-def test_ignored_against_loops(case, ignored):
-    member_probs, targets = case
-    if (targets == ignored).all():
+    if ignored is not None and (targets == ignored).all():
         with pytest.raises(ValueError, match="ignore_index"):
             metrics.top1_error(member_probs, targets, ignore_index=ignored)
         return
@@ -230,6 +221,8 @@ def test_ignored_against_loops(case, ignored):
     for name in BY_IMAGE:
         found = getattr(metrics, name)(member_probs, targets, ignore_index=ignored)
         assert found == pytest.approx(expected[name], abs=1e-12), name
+    members = metrics.member_errors(member_probs, targets, ignore_index=ignored)
+    np.testing.assert_allclose(members, expected["members"])
 
 
 @given(cases)
@@ -284,12 +277,6 @@ def test_aurc_against_loops(answers):
     errors = [share[c] for c in sorted(confidence.tolist(), reverse=True)]
     expected = np.mean([sum(errors[:k]) / k for k in range(1, len(errors) + 1)])
     assert metrics.aurc(confidence.float(), correct) == pytest.approx(expected)
-
-
-def test_nll_is_scikit_learns():
-    member_probs, targets = random_case(1, members=3, examples=200, classes=4)
-    expected = log_loss(targets, member_probs.mean(0), labels=range(4))
-    assert metrics.nll(member_probs, targets) == pytest.approx(expected)
 
 
 # --- identities
@@ -441,10 +428,6 @@ def test_precisions(dtype):
     assert found == pytest.approx(exact, abs=1e-6 if dtype in (torch.float32, torch.float64) else 0.05)
 
 
-def test_sums_may_be_off_by_the_rounding_of_half_precision():
-    assert metrics.top1_error(PROBS * 1.004, TARGETS) == metrics.top1_error(PROBS, TARGETS)
-
-
 def test_certainty_stays_finite():
     certain = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
     assert metrics.nll(certain, torch.tensor([1])) == pytest.approx(
@@ -454,9 +437,9 @@ def test_certainty_stays_finite():
     assert metrics.ece(certain, torch.tensor([0])) == 0
 
 
-def test_a_mean_just_above_1_is_no_logit():
+def test_sums_may_be_off_by_rounding():
+    assert metrics.top1_error(PROBS * 1.004, TARGETS) == metrics.top1_error(PROBS, TARGETS)
     above = torch.tensor([[[1.0000001, 0.0], [0.5, 0.5]]])
-    assert above.max() > 1
     assert metrics.ece(above, torch.tensor([0, 0])) == pytest.approx(0.25, abs=1e-6)
 
 
@@ -484,8 +467,8 @@ def test_entropy_has_gradients():
         (PROBS, TARGETS[:3], ValueError, r"shape \(4,\). Got a torch.int64 tensor of shape \(3,\)"),
         (PROBS, TARGETS.float(), ValueError, "integer tensor"),
         (PROBS, TARGETS.tolist(), ValueError, "Got list"),
-        (PROBS, TARGETS + 1, ValueError, "between 0 and 2. Got 1 to 3"),
-        (PROBS, TARGETS - 1, ValueError, "between 0 and 2. Got -1 to 1"),
+        (PROBS, TARGETS + 1, ValueError, "between 0 and 2 .*Got 1 to 3"),
+        (PROBS, TARGETS - 1, ValueError, "between 0 and 2 .*Got -1 to 1"),
         (PROBS, TARGETS.to("meta"), ValueError, "targets must be on cpu"),
     ],
 )

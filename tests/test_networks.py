@@ -118,15 +118,6 @@ def test_layers_are_counted_as_the_names_say():
     assert (weighted(vggnet17()), weighted(googlenet18()), weighted(resnet20())) == (17, 18, 20)
 
 
-@pytest.mark.parametrize(("name", "options"), ALL_OPTIONS)
-def test_output_shape(name, options):
-    network = NETWORKS[name](**options).eval()
-    size = options.get("size", 32)
-    x = torch.randn(2, options.get("channels", 3), size, size)
-    classes = options.get("classes", 2 if name == "fcn" else 10)
-    assert network(x).shape == ((2, classes, size, size) if name == "fcn" else (2, classes))
-
-
 @pytest.mark.parametrize("size", [(28, 28), (33, 47), (9, 32)])
 def test_resnet_takes_any_size(size):
     assert resnet20().eval()(torch.randn(2, 3, *size)).shape == (2, 10)
@@ -152,7 +143,7 @@ def test_fcn_answers_every_pixel(height, width):
         ("fcn", 2, (256, 8, 8)),
     ],
 )
-def test_the_shared_feature_is_the_nth_relu(name, nth, shape):
+def test_the_trunk_continues_from_the_nth_relu(name, nth, shape):
     network = NETWORKS[name]().eval()
     activations = []
     for layer in network.modules():
@@ -168,34 +159,25 @@ def test_the_shared_feature_is_the_nth_relu(name, nth, shape):
     assert feature is activations[-1]
     assert feature.shape[1:] == shape
     assert torch.equal(feature, in_one_go)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_forward_is_trunk_after_stem(name):
-    network = NETWORKS[name]().eval()
-    x = torch.randn(2, 3, 32, 32)
-    shared = network.stem(x)
     others = shared[1:] if isinstance(shared, tuple) else ()
-    feature = shared[0] if isinstance(shared, tuple) else shared
-    before = feature.clone()
     assert torch.equal(network(x), network.trunk(feature, *others))
-    assert torch.equal(feature, before)  # nothing in place: other members read it
+    assert torch.equal(feature, in_one_go)  # nothing in place: other members read it
 
 
 @pytest.mark.parametrize(("name", "options"), ALL_OPTIONS)
-def test_name_and_options_rebuild_the_network(name, options):
+def test_options_give_the_shape_and_rebuild_the_network(name, options):
     network = NETWORKS[name](**options)
     assert isinstance(network, SplitNetwork)
     assert network.name == name
+    assert network.options == network.options | options
+    size, classes = options.get("size", 32), options.get("classes", 2 if name == "fcn" else 10)
+    logits = network.eval()(torch.randn(2, options.get("channels", 3), size, size))
+    assert logits.shape == ((2, classes, size, size) if name == "fcn" else (2, classes))
     assert set(network.options) == set(inspect.signature(NETWORKS[name]).parameters)
     again = NETWORKS[network.name](**json.loads(json.dumps(network.options)))
     assert again.options == network.options
     assert repr(again) == repr(network)
     again.load_state_dict(network.state_dict())
-
-
-def test_options_are_taken_as_given():
-    assert cnn(**SMALL_CNN).options | SMALL_CNN == cnn(**SMALL_CNN).options
 
 
 def test_every_network_is_listed_under_its_name():
@@ -230,10 +212,6 @@ def test_initial_weights(name):
             assert not layer.bias.any()
 
 
-def test_members_differ():
-    assert not torch.equal(resnet20().stem.conv.weight, resnet20().stem.conv.weight)
-
-
 def test_plain_dropout_by_hand():
     torch.manual_seed(0)
     drop, x = PlainDropout(0.25), torch.full((100_000,), 3.0)
@@ -241,14 +219,6 @@ def test_plain_dropout_by_hand():
     assert set(kept.round(decimals=4).tolist()) == {0.0, 3.0}  # kept values are not rescaled
     assert kept.count_nonzero().item() / len(x) == pytest.approx(0.75, abs=0.01)
     torch.testing.assert_close(drop.eval()(x), torch.full_like(x, 0.75 * 3))
-
-
-def test_both_dropouts_expect_the_same_up_to_scale():
-    x = torch.ones(100_000)
-    torch.manual_seed(0)
-    plain, torchs = PlainDropout(0.5), nn.Dropout(0.5)
-    assert plain(x).mean().item() == pytest.approx(plain.eval()(x).mean().item(), abs=0.01)
-    assert torchs(x).mean().item() == pytest.approx(torchs.eval()(x).mean().item(), abs=0.01)
 
 
 def test_dropout_options():
@@ -282,12 +252,6 @@ class TestDropoutPool:
         mean = (largest * chances).sum(-1) / (1 - p if rescale else 1)
         torch.testing.assert_close(DropoutPool(p, rescale=rescale).eval()(x), mean)
 
-    def test_against_training(self):
-        torch.manual_seed(0)
-        pool, x = DropoutPool(0.5, rescale=False), torch.rand(1, 1, 4, 4)
-        many = torch.stack([pool.train()(x) for _ in range(20_000)])
-        torch.testing.assert_close(many.mean(0), pool.eval()(x), atol=0.01, rtol=0)
-
     def test_odd_sides_are_cut_as_pooling_does(self):
         torch.manual_seed(0)
         pool, x = DropoutPool(0.5, rescale=False), torch.rand(2, 3, 5, 7)
@@ -304,18 +268,6 @@ class TestDropoutPool:
             tested.append(network.eval()(x))
         assert torch.equal(*trained)
         assert not torch.allclose(*tested)
-
-    def test_a_table_shows_it(self):
-        table = describe(cnn(expected_pooling=True))
-        assert [line.split("|")[2].strip() for line in table.splitlines() if "pool" in line] == [
-            "DropoutPool"
-        ] * 2
-
-    def test_needs_dropout_before_pooling(self):
-        with pytest.raises(
-            ValueError, match="expected_pooling must go with drop_before_pool=True. Got False"
-        ):
-            cnn(expected_pooling=True, drop_before_pool=False)
 
 
 def test_shortcut_by_hand():
@@ -336,20 +288,18 @@ def test_block_without_residual_is_relu_of_its_shortcut():
     torch.testing.assert_close(halving(x), Shortcut(16, 32)(x).relu())
 
 
-def test_inception_pools_to_the_right_and_below():
-    pooled = Inception(1, width=1).pooled
-    x = torch.tensor([[-1.0, -2, -3], [-4, -5, -6], [-7, -8, -9]])[None, None]
-    found = pooled.pool(pooled.pad(x))
-    assert found[0, 0].tolist() == [[-1, -2, -3], [-4, -5, -6], [-7, -8, -9]]
-    larger = pooled.pool(pooled.pad(-x))
-    assert larger[0, 0].tolist() == [[5, 6, 6], [8, 9, 9], [8, 9, 9]]
-
-
-def test_inception_with_the_papers_window():
-    pooled = Inception(1, width=1, pool=3).pooled
+@pytest.mark.parametrize(
+    ("window", "largest", "smallest"),
+    [
+        (2, [[5, 6, 6], [8, 9, 9], [8, 9, 9]], [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),  # pads right and below
+        (3, [[5, 6, 6], [8, 9, 9], [8, 9, 9]], [[1, 1, 2], [1, 1, 2], [4, 4, 5]]),  # the paper's
+    ],
+)
+def test_inception_pools_by_hand(window, largest, smallest):
+    pooled = Inception(1, width=1, pool=window).pooled
     x = torch.arange(1.0, 10).reshape(1, 1, 3, 3)
-    assert pooled.pool(pooled.pad(x))[0, 0].tolist() == [[5, 6, 6], [8, 9, 9], [8, 9, 9]]
-    assert pooled.pool(pooled.pad(-x))[0, 0].tolist() == [[-1, -1, -2], [-1, -1, -2], [-4, -4, -5]]
+    assert pooled.pool(pooled.pad(x))[0, 0].tolist() == largest
+    assert (-pooled.pool(pooled.pad(-x)))[0, 0].tolist() == smallest
 
 
 def test_inception_concatenates_in_order():
@@ -407,6 +357,7 @@ def test_bad_counts(name, options, words):
         ("cnn", {"size": 3, "padding": 2}, "size must be at least 4 .* kernel 5 and padding 2. Got 3"),
         ("cnn", {"padding": -1}, "padding must be a whole number of at least 0. Got -1"),
         ("cnn", {"dropout": 1}, "dropout must be at least 0 and below 1. Got 1"),
+        ("cnn", {"expected_pooling": True, "drop_before_pool": False}, "must go with drop_before_pool=True"),
         ("cnn", {"hidden": 0}, "hidden must be a whole number of at least 1. Got 0"),
         ("cnn", {"filters": (8,)}, r"filters must be two numbers, one per convolution. Got \(8,\)"),
         ("fcn", {"filters": (8, 0)}, "each of filters must be a whole number of at least 1. Got 0"),
@@ -501,16 +452,10 @@ def test_describe_leaves_the_network_as_it_was():
     before = {name: value.clone() for name, value in network.state_dict().items()}
     modes = [layer.training for layer in network.modules()]
     describe(network)
-    assert modes == [layer.training for layer in network.modules()]
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    assert not any(layer._forward_hooks for layer in network.modules())
-
-
-def test_describe_restores_after_an_error():
-    network = resnet20()
     with pytest.raises(RuntimeError, match="channels"):
         describe(network, channels=5)
-    assert network.training
+    assert modes == [layer.training for layer in network.modules()]
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert not any(layer._forward_hooks for layer in network.modules())
 
 

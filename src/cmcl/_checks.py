@@ -115,7 +115,7 @@ def unreduced(values: Tensor, like: Tensor) -> Tensor:
 
 
 def values(logits: Tensor, targets: Tensor, ignore_index: int | None, *, own_task: bool) -> None:
-    """NaN logits and labels outside the classes, where looking is free."""
+    """Raise for NaN logits and labels outside the classes, where the check is free."""
     if not _may_look(logits):
         return
     no_numbers(logits)
@@ -148,27 +148,24 @@ def _warn_once(text: str) -> None:
 
 
 def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) -> None:
-    """Labels must be classes of the networks, or the one that is ignored."""
+    """Raise unless labels are class indices or `ignore_index`."""
     if not targets.numel():
         return
     numbers = targets.long() if targets.dtype in NO_EXTREMES else targets
     low, high = (numbers if ignore_index is None else numbers.where(numbers != ignore_index, 0)).aminmax()
     if int(low) < 0 or int(high) >= classes:  # as ints: a narrow type would take 300 for another number
         counted = numbers if ignore_index is None else numbers[numbers != ignore_index]
+        low, high = counted.aminmax()
+        from_1 = (int(low), int(high)) == (1, classes)
+        hint = "subtract 1" if from_1 else "name a value to skip by ignore_index"
         raise ValueError(
-            f"targets must be between 0 and {classes - 1} (classes on axis 2 of logits). "
-            f"Got {int(counted.min())} to {int(counted.max())}; {_label_hint(counted, classes)}."
+            f"targets must be between 0 and {classes - 1} (classes on axis 2). "
+            f"Got {int(low)} to {int(high)}; labels start at 0: {hint}."
         )
 
 
-def _label_hint(labels: Tensor, classes: int) -> str:
-    if int(labels.min()) == 1 and int(labels.max()) == classes:
-        return "labels start at 0: subtract 1"
-    return "labels start at 0, and a value to skip is named by ignore_index"
-
-
 def ignorable(ignore_index: object, targets: Tensor) -> None:
-    """What is to be ignored must be a whole number that targets can be."""
+    """Raise unless ignore_index is None, or an integer within the range of the targets' type."""
     if ignore_index is None:
         return
     if not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool):
@@ -202,14 +199,8 @@ def inputs(x: Tensor) -> Tensor:
     return x
 
 
-def finite(name: str, examples: Tensor) -> None:
-    """Neither NaN nor infinity among examples (N, ...)."""
-    if found := not_finite(examples):
-        raise ValueError(f"{name} must be finite. Got {found}. Clean them, or leave them out.")
-
-
 def not_finite(examples: Tensor) -> str:
-    """Where examples (N, ...) hold NaN or infinity, in words; empty if nowhere."""
+    """The part of a message that says where examples (N, ...) hold NaN or infinity; empty if nowhere."""
     if not examples.is_floating_point() or not examples.numel():
         return ""
     if torch.stack(examples.aminmax()).isfinite().all():  # in one pass, and without a copy of them
@@ -233,7 +224,7 @@ def pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def positive(name: str, value: int) -> None:
-    """A count must be an integer of 1 or more."""
+    """Raise unless a value is an integer of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer. Got {kind(value)}.")
     if value < 1:
@@ -241,20 +232,20 @@ def positive(name: str, value: int) -> None:
 
 
 def at_least(minimum: int, **options: int) -> None:
-    """Options that are kept as JSON must be Python's own integers, of at least `minimum`."""
+    """Raise unless options are Python integers (they are saved as JSON) of at least `minimum`."""
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ValueError(f"{name} must be a whole number of at least {minimum}. Got {value!r}.")
 
 
 def choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """A value must be one of a few."""
+    """Raise unless a value is one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}. Got {value!r}.")
 
 
 def probability(name: str, value: float) -> None:
-    """A probability must be a number between 0 and 1."""
+    """Raise unless a value is a number between 0 and 1."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number. Got {kind(value)}.")
     if not 0 <= value <= 1:
@@ -262,7 +253,7 @@ def probability(name: str, value: float) -> None:
 
 
 def same_device(name: str, value: Tensor, reference: Tensor) -> None:
-    """Tensors that meet must be on one device."""
+    """Raise unless two tensors are on one device."""
     if value.device != reference.device:
         raise ValueError(
             f"{name} must be on {reference.device} like the rest. Got {value.device}; "
@@ -275,7 +266,7 @@ _blind: ContextVar[bool] = ContextVar("_blind", default=False)
 
 @contextmanager
 def blindly() -> Iterator[None]:
-    """Do not look at values: for a caller that finds out by itself, as the training loop does."""
+    """Skip the checks of values, for a caller that checks them itself, as the training loop does."""
     before = _blind.set(True)
     try:
         yield
@@ -292,7 +283,7 @@ def _may_look(tensor: Tensor) -> bool:
 
 
 def kind(value: object) -> str:
-    """How an error message names what came."""
+    """The description of a value in an error message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
     return (

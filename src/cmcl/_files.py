@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Files that are written completely or not at all, and readers whose errors name the file."""
 
 import errno
 import hashlib
@@ -32,8 +32,19 @@ def replacing(path: Path, checkpoints: Path | None = None) -> Iterator[Path]:
     if os.path.lexists(path) and not path.is_file():  # /dev/null would become a file for everybody
         raise ValueError(f"{path} must be a file to be replaced. Got something else. Name another place.")
     _remove_stale(path.parent)
-    with needing_room(path, checkpoints), _renamed_to(path) as part:
-        yield part
+    with needing_room(path, checkpoints):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+        os.close(handle)
+        part = Path(name)
+        try:
+            yield part
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())
+            part.chmod(0o666 & ~_umask())  # mkstemp's 0600 is for secrets
+            part.replace(path)
+            _sync_folder(path.parent)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def _remove_stale(folder: Path) -> None:
@@ -41,22 +52,6 @@ def _remove_stale(folder: Path) -> None:
         with suppress(OSError):  # another process may remove it first, or own it
             if part.is_file() and time.time() - part.stat().st_mtime > STALE:
                 part.unlink()
-
-
-@contextmanager
-def _renamed_to(path: Path) -> Iterator[Path]:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    part = Path(name)
-    try:
-        yield part
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        part.chmod(0o666 & ~_umask())  # mkstemp's 0600 is for secrets
-        part.replace(path)
-        _sync_folder(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -71,18 +66,14 @@ def needing_room(path: Path, checkpoints: Path | None = None) -> Iterator[None]:
         if error.errno not in NO_ROOM:
             raise
         free = f"which has {shutil.disk_usage(path.parent).free / 1e6:.1f} MB left ({error.strerror})"
-        room, cure = (free, "Free some space") if error.errno != errno.EFBIG else LIMIT
-        raise DiskFullError(
-            error.errno, f"{path} must fit on its disk, {room}. {cure}, {_afterwards(checkpoints)}"
-        ) from error
-
-
-def _afterwards(checkpoints: Path | None) -> str:
-    if checkpoints is None:
-        return "or name another place"
-    if any(checkpoints.glob("step-*.safetensors")):
-        return "then resume: the checkpoints written before are intact"
-    return "then start the run again: it had no checkpoint yet"
+        room, hint = (free, "Free some space") if error.errno != errno.EFBIG else LIMIT
+        if checkpoints is None:
+            then = "or name another place"
+        elif any(checkpoints.glob("step-*.safetensors")):
+            then = "then resume: the checkpoints written before are intact"
+        else:
+            then = "then start the run again: it had no checkpoint yet"
+        raise DiskFullError(error.errno, f"{path} must fit on its disk, {room}. {hint}, {then}") from error
 
 
 def read_json(path: Path, *, largest: int = 64 * 2**20) -> Any:
@@ -123,7 +114,7 @@ def open_binary(path: Path, *, hint: str) -> BinaryIO:
 
 
 def digest(path: Path, algorithm: str = "sha256") -> str:
-    """The checksum of a file, in hex; it tells damage, not forgery."""
+    """The checksum of a file, in hex; it detects damage, not forgery."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 

@@ -30,24 +30,17 @@ def _mean_entropy(member_probs: Tensor) -> Tensor:
     return metrics.entropy(member_probs.mean(0), dim=1)
 
 
-def _member_entropy(member_probs: Tensor) -> Tensor:
-    return metrics.entropy(member_probs).mean(0)
-
-
-def _lowest_entropy(member_probs: Tensor) -> Tensor:
-    return metrics.entropy(member_probs).amin(0)
-
-
-def _disagreement(member_probs: Tensor) -> Tensor:
-    return _mean_entropy(member_probs) - _member_entropy(member_probs)
-
-
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {  # (M, N, C, ...) -> (N,); higher: less confident
     "confidence": _confidence,  # 1 - the averaged prediction's highest probability
     "mean_entropy": _mean_entropy,  # of the averaged prediction, nats: members are uncertain, or disagree
-    "member_entropy": _member_entropy,  # mean over members, nats: high if many are near-uniform
-    "lowest_entropy": _lowest_entropy,  # of the most confident member, nats: high without a specialist
-    "disagreement": _disagreement,  # the second less the third, nats: members predict different classes
+    "member_entropy": lambda probs: metrics.entropy(probs).mean(
+        0
+    ),  # mean over members, nats: high if many are near-uniform
+    "lowest_entropy": lambda probs: metrics.entropy(probs).amin(
+        0
+    ),  # of the most confident member, nats: high without a specialist
+    # The second less the third, nats: high if members predict different classes.
+    "disagreement": lambda probs: _mean_entropy(probs) - metrics.entropy(probs).mean(0),
 }
 
 
@@ -214,10 +207,10 @@ def fit_temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int 
     """
     from scipy.optimize import minimize_scalar
 
-    averaged = member_probs.mean(0, keepdim=True).double()  # (1, N, C, ...)
+    averaged = member_probs.mean(0).double()  # (N, C, ...)
 
     def cost(log_t: float) -> float:
-        probs = apply_temperature(averaged, math.exp(log_t))[None]
+        probs = scale_temperature(averaged, math.exp(log_t))[None]
         return metrics.nll(probs, targets, ignore_index=ignore_index)
 
     widest = math.log(WIDEST)  # the cost is convex in 1 / T, so there is one minimum
@@ -236,7 +229,7 @@ def apply_temperature(member_probs: Tensor, temperature: float) -> Tensor:
 
 
 def upper_bound(errors: int, n: int, level: float) -> float:
-    """Clopper-Pearson: the error rate at which so few errors among `n` have probability `level`."""
+    """Clopper-Pearson: the error rate at which `errors` or fewer among `n` have probability `level`."""
     from scipy.stats import beta
 
     return 1.0 if errors >= n else float(beta.ppf(1 - level, errors + 1, n - errors))
@@ -249,6 +242,5 @@ def examples_needed(risk: float, confidence: float) -> int:
 
 def _candidates(scores: Tensor) -> list[float]:
     """Thresholds from the loosest, which never abstains, to the strictest."""
-    n, ordered = len(scores), scores.sort().values
-    ranks = [n * level // LEVELS for level in range(LEVELS - 1, 0, -1)]
-    return [math.inf, *(float(ordered[rank]) for rank in ranks)]
+    ordered = scores.sort().values.tolist()
+    return [math.inf, *(ordered[len(ordered) * level // LEVELS] for level in range(LEVELS - 1, 0, -1))]

@@ -40,7 +40,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         network: a function that builds one member, as for `Ensemble`, with an output for each class. None:
             `networks.plain`, one hidden layer for vectors, two convolutions for images; features can be
             shared after "relu".
-        members: M, how many.
+        members: M, the number of networks.
         method: "cmcl", "mcl" (no KL-to-uniform term) or "ie" (every member learns every example).
         overlap: K, how many members learn each example. None: 3, or members - 1 if that is less.
         beta: weight of the KL-to-uniform term.
@@ -48,7 +48,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         share_after: submodule after which the members share features.
         hidden: width of the default network.
         epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
-        class_weight: of what specialists learn: {class: weight}, or "balanced".
+        class_weight: weights of the classes in the task loss: {class: weight}, or "balanced".
         warm_start: continue from the weights of the last `fit`.
         random_state: a seed makes `fit` repeatable, unless others fit in threads of the same process.
         device: "auto" takes a GPU if there is one.
@@ -106,14 +106,16 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         """Train on examples X (N, ...) with labels y (N,), which may be text."""
         continues = self.warm_start and hasattr(self, "ensemble_")
         X, y = validate_data(self, X, y, allow_nd=True, reset=not continues)
-        _check_labels(y)
+        if (kind := type_of_target(y, input_name="y")) not in ("binary", "multiclass"):
+            raise ValueError(
+                f"y must be class labels: CMCLClassifier is for classification. Unknown label type: {kind}. "
+                "For regression use another estimator; to predict ranges, bin y (numpy.digitize)."
+            )
         classes, targets = np.unique(y, return_inverse=True)
         if len(classes) < 2:
             raise ValueError(f"y must hold at least 2 classes. Got 1 class, {classes.tolist()[0]!r}.")
         if continues:
-            self._check_kind(X)
-            self._check_classes(classes)
-            self._check_built()
+            self._check_continues(X, classes)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         if not continues:
             self.classes_, self.shape_, self.raw_ = classes, X.shape[1:], _is_raw(X)
@@ -163,7 +165,9 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             ensemble = Ensemble(network, self.members, share_after=self.share_after)
-            dtype = _precision(X, self.device)
+            # Double for double: then a prediction does not depend on the others in its batch.
+            double = X.dtype == np.float64 and find_device(self.device).type == "cpu"
+            dtype = torch.float64 if double else torch.float32
             _check_outputs(ensemble.to(dtype), torch.tensor(X[:2], dtype=dtype), len(self.classes_))
         return ensemble
 
@@ -200,14 +204,14 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         found: Array = self.classes_[probs.argmax(-1).numpy()]
         return found
 
-    def _check_classes(self, classes: Array) -> None:
+    def _check_continues(self, X: Array, classes: Array) -> None:
+        """Raise unless `fit` can continue: the same type of examples, classes and network."""
+        self._check_kind(X)
         if not np.array_equal(classes, self.classes_):
             raise ValueError(
                 f"y must hold the classes of the last fit with warm_start=True, {self.classes_.tolist()}. "
                 f"Got {classes.tolist()}."
             )
-
-    def _check_built(self) -> None:
         built = self._built
         for name, now in self._plan().items():
             if now != built[name]:
@@ -227,22 +231,8 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             )
 
 
-def _check_labels(y: Array) -> None:
-    if (kind := type_of_target(y, input_name="y")) not in ("binary", "multiclass"):
-        raise ValueError(
-            f"y must be class labels: CMCLClassifier is for classification. Unknown label type: {kind}. For "
-            "regression use another estimator; to predict ranges of a number, bin it (numpy.digitize)."
-        )
-
-
 def _is_raw(X: Array) -> bool:
     return X.dtype == np.uint8 and X.ndim == 4
-
-
-def _precision(X: Array, device: str) -> torch.dtype:
-    """Double for double: then a prediction does not depend on the others in its batch to the last digit."""
-    on_cpu = find_device(device).type == "cpu"
-    return torch.float64 if on_cpu and X.dtype == np.float64 else torch.float32
 
 
 def _check_outputs(ensemble: Ensemble, x: Tensor, classes: int) -> None:

@@ -90,7 +90,9 @@ def export(
     path, example = Path(path), example.detach().cpu()
     if path.is_dir():
         raise ValueError(f"path must be a file to write, such as {path / f'model.{format}'}. Got a folder.")
-    fixed = _fixed(ensemble)
+    fixed = copy.deepcopy(ensemble).cpu().eval().requires_grad_(False)  # or the file computes gradients
+    if fixed.share_at_test == "sampled":
+        fixed.share_at_test = "expected"
     transform = fixed.transform if example.dtype == torch.uint8 else None
     expected = _predict(fixed, example if transform is None else transform.transform(example))
     about = _about(fixed, expected, classes, checksum)
@@ -225,15 +227,6 @@ def _compare(run: Runner, example: Tensor, expected: Prediction) -> dict[str, fl
             "Does the network do something in Python that tracing freezes?"
         )
     return found
-
-
-def _fixed(ensemble: Ensemble) -> Ensemble:
-    """A copy without randomness on the CPU; the user's own stays as it is."""
-    fixed = copy.deepcopy(ensemble).cpu().eval()
-    fixed.requires_grad_(False)  # or the file computes gradients, and its outputs have no .numpy()
-    if fixed.share_at_test == "sampled":
-        fixed.share_at_test = "expected"
-    return fixed
 
 
 @contextmanager

@@ -1,16 +1,15 @@
-"""How good an ensemble is: metrics of the members' probabilities and the true classes.
+"""Metrics of an ensemble, from the members' probabilities and the true classes.
 
 M members, N examples, C classes, P pixels (1 where an example has one label). `member_probs` is (M, N, C)
-with `targets` (N,), or dense (M, N, C, H, W) with (N, H, W). Errors are fractions, 0 to 1; `percent` makes
-the numbers of `cmcl.evaluate`, tables and records. A dense example's value is the mean over its pixels
-except those marked `ignore_index`; examples without a pixel left do not count.
+with `targets` (N,), or dense (M, N, C, H, W) with (N, H, W). Errors are fractions, 0 to 1; `percent` converts
+them for tables and records. A dense example's value is the mean over its pixels except those marked
+`ignore_index`; examples without a pixel left do not count.
 
-Every function takes whole arrays. `Accumulator` takes them batch by batch and gives the same numbers.
+The functions take whole arrays. `Accumulator` takes them batch by batch and gives the same numbers.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from . import _checks
 
 LARGEST = 2**21  # probabilities worked on at a time, which bounds the memory beside the input
 PIXELS = 2**16  # of dense targets in a batch: their probabilities are members times classes as many
+MEANS = ("top1_error", "oracle_error", "picked_error", "nll", "brier", "entropy")  # over examples
 
 
 class Accumulator:
@@ -42,24 +42,57 @@ class Accumulator:
 
     def update(self, member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> None:
         """Add a batch of predictions and its true classes."""
-        for part in _parts(member_probs, targets, ignore_index):
-            values = _values(*part)
-            for name, value in values.by_example.items():
-                self._add(name, value.sum(-1, dtype=torch.float64))
-            self._add("examples", values.correct.new_tensor(len(part.targets), dtype=torch.long))
-            self._add("class_correct", values.class_correct)
-            self._add("class_count", values.class_count)
-            self._add("bins", _binned(values.confidence, values.correct, self.bins))
-            if self.curves:
-                self._keep(confidence=values.confidence, correct=values.correct)
-                self._keep(entropy=values.by_example["entropy"])
+        _check(member_probs, targets, ignore_index)
+        probs = member_probs.reshape(*member_probs.shape[:3], -1)
+        labels = targets.reshape(len(targets), -1).long()
+        counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+        if not counts.any():
+            return
+        for part in counts.any(1).nonzero()[:, 0].split(max(1, LARGEST * len(labels) // probs.numel())):
+            kept = counts[part]
+            self._update(_precise(probs[:, part]), labels[part].masked_fill(~kept, 0), kept)
+
+    def _update(self, probs: Tensor, targets: Tensor, counts: Tensor) -> None:
+        """The formula of every metric: probs (M, N, C, P), targets and counts (N, P), False where ignored."""
+
+        def pixel_mean(values: Tensor) -> Tensor:  # (..., N, P) to (..., N); in float64, so that 9/10 is 0.9
+            return (values * counts).sum(-1, dtype=torch.float64) / counts.sum(-1)
+
+        averaged = probs.mean(0)  # (N, C, P)
+        confidence, predicted = averaged.max(1)  # (N, P)
+        correct = predicted == targets
+        member_correct = probs.max(2).indices == targets  # (M, N, P); max is 10x faster than argmax here
+        member_errors = pixel_mean(~member_correct)  # (M, N)
+        chosen = _entropy(probs, 2).argmin(0, keepdim=True)  # (1, N)
+        true = averaged.gather(1, targets[:, None])  # (N, 1, P)
+        distance = averaged.scatter(1, targets[:, None], true - 1)  # p minus the one-hot true class
+        by_example = {
+            "top1_error": pixel_mean(~correct),
+            "oracle_error": member_errors.amin(0),
+            "picked_error": member_errors.gather(0, chosen)[0],
+            "member_errors": member_errors,
+            "nll": pixel_mean(-true[:, 0].clamp(min=torch.finfo(true.dtype).tiny).log()),
+            "brier": pixel_mean(distance.square().sum(1)),
+            "entropy": _entropy(averaged, 1),
+        }
+        self._add(**{name: value.sum(-1, dtype=torch.float64) for name, value in by_example.items()})
+        # From here on the Q examples or pixels that count.
+        labels, hits = targets[counts], member_correct[:, counts].double()  # (Q,), (M, Q)
+        confidence = confidence[counts].clamp(0, 1)  # rounding may carry a mean above 1
+        self._add(
+            examples=counts.new_tensor(len(targets), dtype=torch.long),
+            class_correct=hits.new_zeros(len(probs), probs.shape[2]).index_add_(1, labels, hits),
+            class_count=labels.bincount(minlength=probs.shape[2]),
+            bins=_binned(confidence, correct[counts], self.bins),
+        )
+        if self.curves:
+            self._keep(confidence=confidence, correct=correct[counts], entropy=by_example["entropy"])
 
     def update_ood(self, member_probs: Tensor) -> None:
         """Add a batch of predictions on out-of-distribution data, for AUROC and FPR95."""
         _check_probs("ood", member_probs, 2)
         values = _entropy(_precise(member_probs).mean(0), 1)  # (N,)
-        self._add("ood_entropy", values.sum(dtype=torch.float64))
-        self._add("ood_examples", values.new_tensor(len(values), dtype=torch.long))
+        self._add(ood_entropy=values.sum(dtype=torch.float64), ood_examples=torch.tensor(len(values)))
         if self.curves:
             self._keep(ood_entropy=values)
 
@@ -69,54 +102,53 @@ class Accumulator:
         The confidence of ECE and AURC is the averaged prediction's highest probability. `entropy`,
         `ood_entropy`, AUROC and FPR95 are of the averaged prediction.
         """
-        sums = self._some()
-        names = ("top1_error", "oracle_error", "picked_error", "nll", "brier", "entropy")
-        values = {name: (sums[name] / sums["examples"]).item() for name in names}
+        sums = self._nonempty_sums()
+        values = {name: (sums[name] / sums["examples"]).item() for name in MEANS}
         values["member_error"] = self.member_errors.mean().item()
         count, confidence, correct = sums["bins"]
         values["ece"] = ((confidence - correct).abs().sum() / count.sum()).item()
-        if self.curves:
-            values["aurc"] = self.risks.mean().item()
         if "ood_entropy" in sums:
             values["ood_entropy"] = (sums["ood_entropy"] / sums["ood_examples"]).item()
+        if self.curves:
+            values["aurc"] = self.risks.mean().item()
         if "ood_entropy" in self._scores:
-            entropies = self._kept("entropy", "ood_entropy")
+            entropies = torch.cat(self._scores["entropy"]), torch.cat(self._scores["ood_entropy"])
             values |= {"auroc": auroc(*entropies), "fpr95": fpr95(*entropies)}
         return values
 
     @property
     def member_errors(self) -> Tensor:
         """Error of each member alone, (M,)."""
-        return self._some()["member_errors"] / self._some()["examples"]
+        sums = self._nonempty_sums()
+        return sums["member_errors"] / sums["examples"]
 
     @property
     def classwise_accuracy(self) -> Tensor:
         """Each member's accuracy on the examples (or pixels) of each class, (M, C); NaN if there are none."""
-        return self._some()["class_correct"] / self._some()["class_count"]
+        sums = self._nonempty_sums()
+        return sums["class_correct"] / sums["class_count"]
 
     @property
     def reliability(self) -> tuple[Tensor, Tensor, Tensor]:
         """Count, mean confidence and accuracy of `bins` bins of equal width; NaN where a bin is empty."""
-        bins = self._some()["bins"]
+        bins = self._nonempty_sums()["bins"]
         count, confidence, correct = torch.cat([bins[:, :-2], bins[:, -2:].sum(1, keepdim=True)], 1)
         return count.long(), confidence / count, correct / count
 
     @property
     def risks(self) -> Tensor:
         """The error among the 1, 2, ..., N most confident averaged predictions, (N,); needs `curves`."""
-        return risk_coverage(*self._kept("confidence", "correct"))[1]
+        return risk_coverage(torch.cat(self._scores["confidence"]), torch.cat(self._scores["correct"]))[1]
 
-    def _add(self, name: str, value: Tensor) -> None:
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
+    def _add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _keep(self, **values: Tensor) -> None:
         for name, value in values.items():
             self._scores.setdefault(name, []).append(value.cpu())
 
-    def _kept(self, *names: str) -> tuple[Tensor, ...]:
-        return tuple(torch.cat(self._scores[name]) for name in names)
-
-    def _some(self) -> dict[str, Tensor]:
+    def _nonempty_sums(self) -> dict[str, Tensor]:
         if "examples" not in self._sums:
             raise ValueError("targets must hold more than ignore_index. Got nothing else.")
         return self._sums
@@ -198,7 +230,7 @@ def entropy(probs: Tensor, *, dim: int = 2, pixelwise: bool = False) -> Tensor:
     probabilities (N, C, ...) pass dim=1.
     """
     _check_probs("probs", probs, dim)
-    return _entropy(probs, dim, pixelwise=pixelwise)
+    return torch.special.entr(probs).sum(dim) if pixelwise else _entropy(probs, dim % probs.ndim)
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
@@ -261,83 +293,6 @@ def percent(fractions: float | Tensor) -> Any:
     return None if math.isnan(value := float(fractions)) else round(100 * value, 6)
 
 
-class _Part(NamedTuple):
-    probs: Tensor  # (M, N, C, P)
-    targets: Tensor  # (N, P), 0 where ignored
-    counts: Tensor  # (N, P) bool, False where ignored
-
-
-class _Values(NamedTuple):
-    by_example: dict[str, Tensor]  # (N,); member_errors (M, N)
-    confidence: Tensor  # of the averaged prediction, for all Q examples or pixels that count, (Q,)
-    correct: Tensor  # (Q,) bool
-    class_correct: Tensor  # by member and class, (M, C)
-    class_count: Tensor  # (C,)
-
-
-def _values(probs: Tensor, targets: Tensor, counts: Tensor) -> _Values:
-    """The formula of every metric."""
-
-    def pixel_mean(values: Tensor) -> Tensor:  # (..., N, P) to (..., N); in float64, so that 9/10 is 0.9
-        return (values * counts).sum(-1, dtype=torch.float64) / counts.sum(-1)
-
-    averaged = probs.mean(0)  # (N, C, P)
-    confidence, predicted = averaged.max(1)  # (N, P)
-    correct = predicted == targets
-    member_correct = (
-        probs.max(2).indices == targets
-    )  # (M, N, P); ten times as fast as argmax on a middle axis
-    member_errors = pixel_mean(~member_correct)
-    chosen = _entropy(probs, 2).argmin(0, keepdim=True)  # (1, N)
-    true = averaged.gather(1, targets[:, None])  # (N, 1, P)
-    distance = averaged.scatter(1, targets[:, None], true - 1)  # p minus the one-hot true class
-    labels, hits = targets[counts], member_correct[:, counts].double()  # (Q,), (M, Q)
-    return _Values(
-        by_example={
-            "top1_error": pixel_mean(~correct),
-            "oracle_error": member_errors.amin(0),
-            "picked_error": member_errors.gather(0, chosen)[0],
-            "member_errors": member_errors,
-            "nll": pixel_mean(-true[:, 0].clamp(min=torch.finfo(true.dtype).tiny).log()),
-            "brier": pixel_mean(distance.square().sum(1)),
-            "entropy": _entropy(averaged, 1),
-        },
-        confidence=confidence[counts].clamp(0, 1),  # rounding may carry a mean above 1
-        correct=correct[counts],
-        class_correct=hits.new_zeros(len(probs), probs.shape[2]).index_add_(1, labels, hits),
-        class_count=labels.bincount(minlength=probs.shape[2]),
-    )
-
-
-def _binned(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
-    """Count, sum of confidence and number correct by bin, (3, bins + 1): the last is for confidence 1."""
-    edges = torch.linspace(0, 1, bins + 1, device=confidence.device)
-    bin_ = torch.bucketize(confidence.float(), edges, right=True) - 1
-    values = (torch.ones_like(confidence), confidence, correct)
-    return torch.stack([bin_.bincount(value.double(), minlength=bins + 1) for value in values])
-
-
-def _parts(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> Iterator[_Part]:
-    """The examples that count, a few at a time, once all of them are checked."""
-    _check(member_probs, targets)
-    probs = member_probs.reshape(*member_probs.shape[:3], -1)
-    labels = targets.reshape(len(targets), -1).long()
-    counts = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
-    if not counts.any():
-        return
-    low, high = labels[counts].aminmax()
-    if low < 0 or high >= probs.shape[2]:
-        raise ValueError(f"targets must be between 0 and {probs.shape[2] - 1}. Got {low} to {high}.")
-    for some in counts.any(1).nonzero()[:, 0].split(max(1, LARGEST * len(labels) // probs.numel())):
-        kept = counts[some]
-        yield _Part(_precise(probs[:, some]), labels[some].masked_fill(~kept, 0), kept)
-
-
-def _precise(probs: Tensor) -> Tensor:
-    """At least float32, for the means over members."""
-    return probs.to(torch.promote_types(probs.dtype, torch.float32))
-
-
 def _accumulated(
     member_probs: Tensor, targets: Tensor, ignore_index: int | None, **options: Any
 ) -> Accumulator:
@@ -346,10 +301,22 @@ def _accumulated(
     return scores
 
 
-def _entropy(probs: Tensor, dim: int, *, pixelwise: bool = False) -> Tensor:
-    dim %= probs.ndim
+def _precise(probs: Tensor) -> Tensor:
+    """At least float32, for the means over members."""
+    return probs.to(torch.promote_types(probs.dtype, torch.float32))
+
+
+def _entropy(probs: Tensor, dim: int) -> Tensor:
     values: Tensor = torch.special.entr(probs).sum(dim)
-    return values if pixelwise or values.ndim == dim else values.flatten(dim).mean(dim)
+    return values.flatten(dim).mean(dim) if values.ndim > dim else values
+
+
+def _binned(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:
+    """Count, sum of confidence and number correct by bin, (3, bins + 1): the last is for confidence 1."""
+    edges = torch.linspace(0, 1, bins + 1, device=confidence.device)
+    bin_ = torch.bucketize(confidence.float(), edges, right=True) - 1
+    values = (torch.ones_like(confidence), confidence, correct)
+    return torch.stack([bin_.bincount(value.double(), minlength=bins + 1) for value in values])
 
 
 def _ranked(scores_in: Tensor, scores_out: Tensor) -> tuple[Any, Any]:
@@ -361,7 +328,7 @@ def _ranked(scores_in: Tensor, scores_out: Tensor) -> tuple[Any, Any]:
     return (torch.arange(len(ranks)) >= len(scores_in)).numpy(), ranks.cpu().numpy()
 
 
-def _check(member_probs: Tensor, targets: Tensor) -> None:
+def _check(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> None:
     _check_probs("member_probs", member_probs, 2)
     if not member_probs.numel():
         raise ValueError(f"member_probs must hold at least one example. Got {_checks.kind(member_probs)}.")
@@ -371,6 +338,7 @@ def _check(member_probs: Tensor, targets: Tensor) -> None:
             f"targets must be an integer tensor of shape {expected}. Got {_checks.kind(targets)}."
         )
     _checks.same_device("targets", targets, member_probs)
+    _checks.label_range(targets.long(), member_probs.shape[2], ignore_index)
 
 
 def _check_probs(name: str, probs: Tensor, dim: int) -> None:

@@ -1,12 +1,10 @@
-"""A folder <-> an Ensemble: config.json and safetensors, never a pickle.
+"""Saving and loading of an Ensemble: a folder with config.json and safetensors, never a pickle.
 
 config.json names the weights file by its checksum and holds a checksum of itself, so every change is seen.
 It is written last: an interrupted save leaves the ensemble that was there before.
 """
 
 import json
-from collections.abc import Callable
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +19,7 @@ from . import __version__
 from ._files import read_json, replacing
 from ._schema import Schema
 from .data import transforms
-from .data.transforms import Chunks, Transform
+from .data.transforms import Transform
 from .ensemble import Ensemble, Network, Output, build_members
 from .networks import BUILDERS, Plain, SplitNetwork
 from .pretrained import SharedStemEnsemble, held_once, join_stems
@@ -72,6 +70,28 @@ class Config(Schema):
     sha256: str = ""  # of all the rest
 
 
+class Missing:
+    """A transform that was too large to be saved: it has a config, but cannot be used."""
+
+    is_fitted = False
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The config that was loaded, so that saving again keeps it."""
+        return self.config, {}
+
+    def transform(self, images: Tensor) -> Tensor:
+        """Raise, with how to get the transform."""
+        name = self.config["source"]["recipe"]["name"]
+        raise ValueError(
+            f"uint8 images must go through the {self.config['kind']} fitted on {name}, which was not saved "
+            "with this ensemble. Load it with root=, the folder of that dataset, or set ensemble.transform. "
+            "ensemble.save(path, with_transform=True) then keeps it, for machines without the data."
+        )
+
+
 def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) -> None:
     """Write `ensemble` to the folder `path`, replacing an ensemble that is there.
 
@@ -119,7 +139,9 @@ def load(
         device: where the ensemble goes.
         root: folder of the datasets, to fit the images' transform again if it was too large to be saved.
     """
-    folder = _ensemble_folder(Path(path))
+    folder = Path(path)
+    if not (folder / "config.json").exists() and (folder / "ensemble" / "config.json").is_file():
+        folder /= "ensemble"  # a run folder
     config = _read_config(folder)
     if config.output and output is None:
         raise ValueError(
@@ -138,10 +160,11 @@ def load(
     else:
         modules = build_members(network, len(config.members))
     _fill(modules, weights, config, folder)
-    stem = {} if config.stem is None else config.stem.model_dump()
-    build: Callable[..., Ensemble] = partial(SharedStemEnsemble, **stem) if stem else Ensemble
-    settings = {name: getattr(config, name) for name in SETTINGS}
-    ensemble = build(modules, **settings, output=output)
+    settings = {name: getattr(config, name) for name in SETTINGS} | {"output": output}
+    if config.stem is None:
+        ensemble = Ensemble(modules, **settings)
+    else:
+        ensemble = SharedStemEnsemble(modules, **config.stem.model_dump(), **settings)
     ensemble.transform = _loaded_transform(config.transform, weights, root)
     ensemble.classes = None if config.classes is None else tuple(config.classes)
     ensemble.temperature = config.temperature
@@ -182,59 +205,28 @@ def _tensors(ensemble: Ensemble) -> dict[str, Tensor]:
 
 
 def _saved_transform(
-    transform: Transform | None, *, with_transform: bool
+    transform: Transform | Missing | None, *, with_transform: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     if transform is None:
         return None, {}
     if with_transform and isinstance(transform, Missing):
         raise ValueError("with_transform must find a transform to save. Got none: load it with root=.")
     config, learned = transform.state()
-    refittable = (config["source"] or {}).get("recipe")
-    if refittable and not with_transform and transform.nbytes > SMALL:
+    large = sum(tensor.nbytes for tensor in learned.values()) > SMALL
+    if large and not with_transform and (config["source"] or {}).get("recipe"):  # it can be fitted again
         return config, {}
     return config, {f"transform.{key}": value for key, value in learned.items()}
 
 
 def _loaded_transform(
     config: dict[str, Any] | None, weights: dict[str, Tensor], root: str | Path | None
-) -> Transform | None:
+) -> Transform | Missing | None:
     if config is None:
         return None
     learned = _below("transform.", weights)
     if learned or not transforms.build(config).needs_fit:
         return transforms.from_state(config, learned)
     return Missing(config) if root is None else transforms.refit(config, root)
-
-
-class Missing(Transform):
-    """A transform that was too large to be saved: it has a config, but cannot be used."""
-
-    kind = "missing"
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__post_init__()
-        self.config = config
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What was loaded, so that saving again keeps it."""
-        return self.config, {}
-
-    def transform(self, images: Tensor) -> Tensor:
-        """Raise, with how to get it."""
-        name = self.config["source"]["recipe"]["name"]
-        raise ValueError(
-            f"uint8 images must go through the {self.config['kind']} fitted on {name}, which was not saved "
-            "with this ensemble. Load it with root=, the folder of that dataset, or set ensemble.transform. "
-            "ensemble.save(path, with_transform=True) then keeps it, for machines without the data."
-        )
-
-    def _fit(self, chunks: Chunks) -> None:
-        raise NotImplementedError
-
-    def _apply(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    _invert = _apply
 
 
 def _build(folder: Path, member: Member) -> nn.Module:
@@ -278,13 +270,6 @@ def _take_types(module: nn.Module, saved: dict[str, Tensor]) -> None:
 
 def _below(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): tensor for key, tensor in weights.items() if key.startswith(prefix)}
-
-
-def _ensemble_folder(folder: Path) -> Path:
-    """The ensemble of a run folder, or the folder itself, as the commands take them."""
-    inside = folder / "ensemble"
-    is_run = not (folder / "config.json").exists() and (inside / "config.json").is_file()
-    return inside if is_run else folder
 
 
 def _checksum(values: dict[str, Any]) -> str:

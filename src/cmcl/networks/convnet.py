@@ -8,7 +8,6 @@
 | classify | fully connected | fully connected |
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -104,7 +103,7 @@ def cnn(
     if expected_pooling and not drop_before_pool:
         raise ValueError("expected_pooling must go with drop_before_pool=True. Got False.")
     first, second = filters
-    side = _side_after_two_poolings(size, kernel, padding)
+    features = second * _side_after_two_poolings(size, kernel, padding) ** 2
     drop = partial(nn.Dropout if rescale_dropout else PlainDropout, dropout)
 
     def drop_and_pool(number: int) -> dict[str, nn.Module]:
@@ -120,7 +119,12 @@ def cnn(
         relu2=nn.ReLU(),
         **drop_and_pool(2),
         flatten=nn.Flatten(),
-        **_head(second * side * side, hidden, classes, drop),
+        **(
+            {}
+            if hidden is None
+            else {"hidden": nn.Linear(features, hidden), "relu3": nn.ReLU(), "drop3": drop()}
+        ),
+        classify=nn.Linear(features if hidden is None else hidden, classes),
     )
     options = {
         "classes": classes,
@@ -147,16 +151,3 @@ def _side_after_two_poolings(size: int, kernel: int, padding: int) -> int:
             f"with kernel {kernel} and padding {padding}. Got {size}."
         )
     return ((size - lost) // 2 - lost) // 2
-
-
-def _head(
-    features: int, hidden: int | None, classes: int, drop: Callable[[], nn.Module]
-) -> dict[str, nn.Module]:
-    if hidden is None:
-        return {"classify": nn.Linear(features, classes)}
-    return {
-        "hidden": nn.Linear(features, hidden),
-        "relu3": nn.ReLU(),
-        "drop3": drop(),
-        "classify": nn.Linear(hidden, classes),
-    }

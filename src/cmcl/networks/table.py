@@ -1,6 +1,6 @@
 """The layer table of a network, as the paper's figure 5 draws it."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +24,22 @@ def describe(
     """
     rows: list[Row] = []
 
-    def record(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda layer, _, output: rows.append(
-            (name, _kind(layer), _shape(output), _parameters(layer), "")
-        )
+    def record(name: str, layer: nn.Module, _inputs: Any, output: Any) -> None:
+        rows.append((name, _kind(layer), _shape(output), _parameters(layer), ""))
 
     shown = [(name, layer) for name, layer in network.named_modules() if _is_row(name, layer, depth)]
-    hooks = [layer.register_forward_hook(record(name)) for name, layer in shown]
+    hooks = [layer.register_forward_hook(partial(record, name)) for name, layer in shown]
+    modes = [(layer, layer.training) for layer in network.modules()]
+    height, width = (size, size) if isinstance(size, int) else size
+    like = next(network.parameters(), torch.empty(0))
     try:
-        _run_once(network, channels, size)
+        with torch.no_grad():  # and in eval mode: batch statistics stay as they are
+            network.eval()(like.new_zeros(1, channels, height, width))
     finally:
         for hook in hooks:
             hook.remove()
+        for layer, mode in modes:
+            layer.training = mode
     shared = [i for i, (name, *_) in enumerate(rows) if f"{name}.".startswith(f"{share_after}.")]
     if shared:
         rows[shared[-1]] = (*rows[shared[-1]][:4], "shared here")
@@ -48,33 +52,13 @@ def _is_row(name: str, layer: nn.Module, depth: int | None) -> bool:
     return is_leaf if depth is None or level < depth else level == depth
 
 
-def _run_once(network: nn.Module, channels: int, size: int | tuple[int, int]) -> None:
-    """Send one black image through, leaving the network as it was: statistics, modes and gradients."""
-    height, width = (size, size) if isinstance(size, int) else size
-    like = next(network.parameters(), torch.empty(0))
-    image = torch.zeros(1, channels, height, width, dtype=like.dtype, device=like.device)
-    modes = [(layer, layer.training) for layer in network.modules()]
-    try:
-        with torch.no_grad():
-            network.eval()(image)
-    finally:
-        for layer, mode in modes:
-            layer.training = mode
-
-
 def _kind(layer: nn.Module) -> str:
     """The layer's class, with window and stride where it has them: `Conv2d 3×3`, `MaxPool2d 2×2 /2`."""
     kind = type(layer).__name__
     if hasattr(layer, "kernel_size"):
-        high, wide = _pair(layer.kernel_size)
-        kind += f" {high}×{wide}"
-        stride = _pair(layer.stride or layer.kernel_size)[0]
-        kind += f" /{stride}" if stride != 1 else ""
+        kernel, stride = (n if isinstance(n, tuple) else (n, n) for n in (layer.kernel_size, layer.stride))
+        kind += f" {kernel[0]}×{kernel[-1]}" + (f" /{stride[0]}" if stride[0] != 1 else "")
     return kind
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
 def _shape(output: Any) -> str:
@@ -90,14 +74,8 @@ def _parameters(layer: nn.Module) -> str:
 def _markdown(rows: list[Row]) -> str:
     """The rows under the header, columns padded so that the text reads well as it is."""
     widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
-    rule = [("-" * width) for width in widths]
+    rule = ["-" * width for width in widths]
     rule[3] = rule[3][:-1] + ":"  # numbers to the right
-    lines = [
-        [
-            f"{cell:>{w}}" if i == 3 else f"{cell:<{w}}"
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in (HEADER, *rows)
-    ]
-    lines.insert(1, rule)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    a, b, c, d, e = widths
+    line = f"| {{:<{a}}} | {{:<{b}}} | {{:<{c}}} | {{:>{d}}} | {{:<{e}}} |"
+    return "\n".join(line.format(*row) for row in (HEADER, rule, *rows))
