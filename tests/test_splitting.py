@@ -1129,7 +1129,7 @@ class TestLayersCommand:
             ("mynet:number",): "mynet:number must be a function.* Got int",
             ("mynet:wrong",): "mynet:wrong must return a torch.nn.Module. Got int",
             ("mynet:build", "--option", "depth=2"): "takes the options given.*depth",
-            ("noone:build",): "noone must be a Python module that can be imported",
+            ("noone:build",): "noone must be a Python module",
             ("mynet",): "the network must be one of cnn, .* or MODULE:FUNCTION.* Got 'mynet'",
             ("mynet:build", "--input", "4,x"): "--input must be sizes of one input.*Got '4,x'",
         }.items():

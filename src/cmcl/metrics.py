@@ -5,7 +5,8 @@ with `targets` (N,), or dense (M, N, C, H, W) with (N, H, W). Errors are fractio
 them for tables and records. A dense example's value is the mean over its pixels except those marked
 `ignore_index`; examples without a pixel left do not count.
 
-The functions take whole arrays. `Accumulator` takes them batch by batch and gives the same numbers.
+`min_ade`, `min_fde`, `distortion`, `score_ece` and `voronoi_nll` score several hypotheses of any kind, such as
+trajectories. The functions take whole arrays; `Accumulator` takes batches and gives the same numbers.
 """
 
 import math
@@ -277,6 +278,75 @@ def aurc(confidence: Tensor, correct: Tensor) -> float:
     return risk_coverage(confidence, correct)[1].mean().item()
 
 
+# Metrics of several hypotheses: M hypotheses, N examples, T steps of a trajectory, D values.
+
+
+def min_ade(hypotheses: Tensor, targets: Tensor) -> float:
+    """minADE: mean distance to the target over the steps, of the best hypothesis, mean over examples.
+
+    `hypotheses` is (M, N, T, D) and `targets` (N, T, D).
+    """
+    return float(_distances(hypotheses, targets).mean(2).amin(0).mean())
+
+
+def min_fde(hypotheses: Tensor, targets: Tensor) -> float:
+    """minFDE: the same at the last step only; each example has a best hypothesis of its own there."""
+    return float(_distances(hypotheses, targets)[..., -1].amin(0).mean())
+
+
+def distortion(losses: Tensor) -> float:
+    """Mean over examples, and targets, of the smallest loss (M, N) or (M, N, T): the oracle loss."""
+    _checks.losses(losses)
+    return float(losses.amin(0).double().mean())
+
+
+def score_ece(scores: Tensor, losses: Tensor, *, bins: int = 15) -> float:
+    """Expected calibration error of scores (M, N), logits: are hypotheses with probability p best as often?
+
+    All M probabilities of an example count, not only the largest.
+    """
+    _checks.losses(losses, scores)
+    probs = scores.softmax(0)  # (M, N)
+    best = losses.argmin(0) == torch.arange(len(losses), device=losses.device)[:, None]  # (M, N)
+    count, confidence, correct = _binned(probs.flatten(), best.flatten(), bins)
+    return float((confidence - correct).abs().sum() / count.sum())
+
+
+def voronoi_nll(
+    hypotheses: Tensor,
+    scores: Tensor,
+    targets: Tensor,
+    *,
+    bandwidth: float,
+    samples: int = 1000,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Mean negative log-likelihood of targets (N, D) under a Voronoi mixture (Letzelter et al. 2024).
+
+    Each hypothesis (M, N, D) has a Gaussian of standard deviation `bandwidth`, truncated to the points that
+    are nearer to it than to the others, and the probability `scores.softmax(0)`. The mass of a Gaussian
+    inside its cell is estimated by `samples` draws.
+    """
+    if hypotheses.ndim != 3 or targets.shape != hypotheses.shape[1:] or scores.shape != hypotheses.shape[:2]:
+        raise ValueError(
+            "hypotheses must be (members, examples, values), scores (members, examples) and targets "
+            f"(examples, values). Got {tuple(hypotheses.shape)}, {tuple(scores.shape)} and {tuple(targets.shape)}."
+        )
+    _, n, d = hypotheses.shape
+    everyone = torch.arange(n, device=targets.device)
+    nearest = (hypotheses - targets).norm(dim=2).argmin(0)  # (N,)
+    own = hypotheses[nearest, everyone]  # (N, D)
+    inside = torch.zeros(n, device=targets.device)
+    for _ in range(samples):
+        points = own + bandwidth * torch.randn(n, d, generator=generator, device=targets.device)
+        inside += (hypotheses - points).norm(dim=2).argmin(0) == nearest
+    mass = (inside + 1) / (samples + 1)  # never 0
+    gaussian = (targets - own).square().sum(1) / (2 * bandwidth**2)  # (N,): -log density, less its constant
+    constant = d * math.log(bandwidth * math.sqrt(2 * math.pi))
+    log_probs = scores.log_softmax(0)[nearest, everyone]  # (N,)
+    return float((gaussian + mass.log() - log_probs).double().mean() + constant)
+
+
 def examples_per_batch(targets: Tensor, largest: int) -> int:
     """A batch size for evaluation: `largest`, or less where targets (N, H, W) are dense."""
     pixels = targets[:1].numel() if targets.ndim > 1 else 0
@@ -362,3 +432,14 @@ def _check_scores(name: str, scores: Tensor) -> None:
         raise ValueError(
             f"{name} must be a tensor (N,) without NaN, N at least 1. Got {_checks.kind(scores)}."
         )
+
+
+def _distances(hypotheses: Tensor, targets: Tensor) -> Tensor:
+    """Euclidean distances (M, N, T)."""
+    if hypotheses.ndim != 4 or targets.shape != hypotheses.shape[1:]:
+        raise ValueError(
+            "hypotheses must be (members, examples, steps, values) and targets (examples, steps, values). "
+            f"Got {tuple(hypotheses.shape)} and {tuple(targets.shape)}."
+        )
+    distances: Tensor = (hypotheses - targets).norm(dim=3)
+    return distances

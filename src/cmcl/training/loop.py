@@ -134,7 +134,7 @@ def fit(
                     if due and plan.validation is not None:
                         row |= _scores(ensemble, plan.validation, options, ignore_index)
                 rows.append(row)
-                progress.log(row)
+                progress.log(row if folder.path else row | {"seed": None})
                 folder.save_if_due(state)
         seconds = folder.seconds()
         ensemble.eval()

@@ -85,9 +85,9 @@ def preflight(
     images, targets = _examples("train", train)
     if isinstance(train, DataLoader):
         _check_loader(train, recipe, captured=device.type == "cuda" and options.capture is True)
-    elif recipe.adversarial:
-        _checks.finite("train images", images)  # or their range would not be
     elif found := _checks.not_finite(images):
+        if recipe.adversarial:  # or their range would not be finite
+            raise ValueError(f"train images must be finite for adversarial training. Got {found}.")
         warn(f"train images hold {found}. Most networks return NaN for them: clean them, or leave them out.")
 
     transform = _transform(ensemble, train, images)
