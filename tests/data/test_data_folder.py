@@ -109,7 +109,7 @@ def test_grey_on_request_and_photos_upright(tmp_path):
     path = save(tmp_path / "a" / "x.png", np.array([[0, 255], [0, 255], [0, 255]], np.uint8), exif=exif)
     assert load("folder", root=tmp_path, mode="L").images.tolist() == [[[[0, 0, 0], [255, 255, 255]]]]
     assert stored_size(path) == (3, 2)
-    with pytest.raises(ValueError, match="'RGB' or 'L'. Got 'rgb'"):
+    with pytest.raises(ValueError, match="'RGB', 'L'. Got 'rgb'"):
         load("folder", root=tmp_path, mode="rgb")
 
 
