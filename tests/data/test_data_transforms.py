@@ -1,8 +1,5 @@
 import json
 import math
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -401,12 +398,12 @@ def test_a_second_call_reads_what_the_first_wrote(tmp_path, digits, monkeypatch)
 
 
 def test_other_data_and_other_parameters_have_other_files(tmp_path, digits):
-    for transform, data in [
+    for transform, data in (
         (MeanStd(), digits),
         (MeanStd(), digits[:50]),
         (ZCA(), digits),
         (ZCA(0.2), digits),
-    ]:
+    ):
         transform_cached(fit_cached(transform, data, tmp_path), data, tmp_path)
     assert len(files(tmp_path)) == 8
     assert fit_cached(GCN(), digits, tmp_path).is_fitted  # learns nothing, so it is not stored
@@ -479,9 +476,7 @@ assert "continuing without a cache" in str(caught[0].message)
 """
 
 
-def test_a_full_disk_leaves_no_partial_file(tmp_path):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
+def test_a_full_disk_leaves_no_partial_file(tmp_path, run_python):
+    result = run_python(LIMITED, tmp_path)
     assert result.returncode == 0, result.stderr
     assert files(tmp_path) == []
