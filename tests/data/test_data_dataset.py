@@ -24,6 +24,7 @@ def sorted_by_class(n=100, classes=4):
 def test_length_items_slices_and_subsets():
     data = tiny()
     assert len(data) == 6
+    assert data != tiny()  # compared as objects: tensors have no single truth value
     image, target = data[4]
     assert image.tolist() == [[[16, 17], [18, 19]]]
     assert target == 1
