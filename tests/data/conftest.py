@@ -126,15 +126,21 @@ if os.geteuid() == 0:  # only now: another user may not be able to read the modu
 
 
 @pytest.fixture
-def run_unprivileged():
-    """Run code as an ordinary user, whom file permissions bind even where the tests run as root."""
+def run_python():
+    """Run code in a new process, because it limits or may crash it."""
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
 
-    def run(code):
-        command = [sys.executable, "-c", DROP_PRIVILEGES + code]
+    def run(code, *arguments):
+        command = [sys.executable, "-c", code, *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, env=env)
 
     return run
+
+
+@pytest.fixture
+def run_unprivileged(run_python):
+    """Run code as an ordinary user, whom file permissions bind even where the tests run as root."""
+    return lambda code: run_python(DROP_PRIVILEGES + code)
 
 
 @pytest.fixture

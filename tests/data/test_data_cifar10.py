@@ -1,11 +1,9 @@
 import gzip
-import os
 import pickle
 import subprocess
 import sys
 import tarfile
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +12,9 @@ from cmcl.data import load
 from cmcl.data.unpickle import read_dict
 
 
-def test_python_version(tmp_path, cifar):
-    data = load("cifar10", root=cifar.write(tmp_path))
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+def test_pickles_of_every_protocol(tmp_path, cifar, protocol):
+    data = load("cifar10", root=cifar.write(tmp_path, cifar.files(protocol)))
     images, labels = cifar.train()
     assert (data.images.numpy() == images).all()
     assert data.targets.tolist() == labels
@@ -23,13 +22,6 @@ def test_python_version(tmp_path, cifar):
     assert str(tmp_path) in data.source
     test = load("cifar10", split="test", root=tmp_path)
     assert test.targets.tolist() == cifar.labels["test_batch"]
-
-
-@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
-def test_pickles_of_every_protocol(tmp_path, cifar, protocol):
-    data = load("cifar10", root=cifar.write(tmp_path, cifar.files(protocol)))
-    assert (data.images.numpy() == cifar.train()[0]).all()
-    assert data.targets.tolist() == cifar.train()[1]
 
 
 def python2_pickle(data, labels):
@@ -104,7 +96,9 @@ def test_a_complete_archive_beside_an_incomplete_folder(tmp_path, cifar):
 @pytest.mark.parametrize("names", [3, None, "automobile", [1] * 10, [["cat"]] * 10, ["cat"] * 9])
 def test_wrong_class_names(tmp_path, cifar, names):
     files = cifar.files() | {"batches.meta": pickle.dumps({"label_names": names}, protocol=2)}
-    with pytest.raises(ValueError, match="batches.meta must hold 10 class names"):
+    with pytest.raises(
+        ValueError, match="batches.meta must be a file of CIFAR-10. Got other than 10 class names"
+    ):
         load("cifar10", root=cifar.write(tmp_path, files))
 
 
@@ -114,44 +108,44 @@ IMAGES = np.zeros((20, 3072), np.uint8)
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        ({"data": np.zeros((20, 3000), np.uint8), "labels": [0] * 20}, r"\(n, 3072\). Got \(20, 3000\)"),
+        ({"data": np.zeros((20, 3000), np.uint8), "labels": [0] * 20}, r"\(n, 3072\): \(20, 3000\)"),
         ({"data": np.zeros((20, 3072), np.float32), "labels": [0] * 20}, "arrays must be uint8, not 'f4'"),
-        ({"data": IMAGES, "labels": [0] * 19 + [11]}, r"labels 0 to 9. Got \[11\]"),
-        ({"data": IMAGES, "labels": [0] * 19 + [-1]}, r"labels 0 to 9. Got \[-1\]"),
-        ({"data": IMAGES, "labels": [10**30] * 20}, r"labels 0 to 9. Got \[1000"),
-        ({"data": IMAGES, "labels": [0] * 19}, "20 labels. Got 19"),
-        ({"data": IMAGES, "labels": ["cat"] * 20}, "integers as labels. Got str"),
-        ({"data": IMAGES, "labels": [1.5] * 20}, "integers as labels. Got float"),
-        ({"data": IMAGES, "labels": [True] * 20}, "integers as labels. Got bool"),
-        ({"data": IMAGES, "labels": [[1]] * 20}, "integers as labels. Got list"),
-        ({"data": IMAGES[:7], "labels": [0] * 7}, "20 images, as the other batches do. Got 7"),
+        ({"data": IMAGES[:0], "labels": []}, r"\(0, 3072\)"),
+        ({"data": IMAGES, "labels": [0] * 19 + [10]}, "from 0 to 9: 10"),
+        ({"data": IMAGES, "labels": [0] * 19 + [-1]}, "from 0 to 9: -1"),
+        ({"data": IMAGES, "labels": [10**30] * 20}, "from 0 to 9: 1000"),
+        ({"data": IMAGES, "labels": [0] * 19}, "20 labels"),
+        ({"data": IMAGES, "labels": b"\0" * 20}, "20 labels"),
+        ({"data": IMAGES, "labels": ["cat"] * 20}, "not an integer from 0 to 9: str"),
+        ({"data": IMAGES, "labels": [True] * 20}, "not an integer from 0 to 9: bool"),
+        ({"data": IMAGES[:7], "labels": [0] * 7}, "7 images, but 20"),
         ({3: IMAGES, "labels": [0] * 20}, "a string is expected, not int"),
-        ({"pixels": 1}, r"data and labels. Got \['pixels'\]"),
+        ({"pixels": 1}, "data that are not uint8"),
         ([1, 2], "a dict is expected, not list"),
         ({"data": {1, 2}}, "set is not allowed"),
     ],
 )
 def test_wrong_batches(tmp_path, cifar, batch, match):
-    files = cifar.files() | {"data_batch_2": pickle.dumps(batch, protocol=2)}
-    with pytest.raises(ValueError, match=rf"cifar-10-batches-py/data_batch_2 must hold .*({match})"):
+    files = cifar.files() | {"data_batch_2": pickle.dumps(batch, protocol=3)}
+    with pytest.raises(ValueError, match=rf"cifar-10-batches-py/data_batch_2 must be a file .*({match})"):
         load("cifar10", root=cifar.write(tmp_path, files))
 
 
 def test_a_label_of_the_binary_version_out_of_range(tmp_path, cifar):
     files = cifar.binary_files()
     files["data_batch_2.bin"] = b"\x0b" + files["data_batch_2.bin"][1:]
-    with pytest.raises(ValueError, match=r"data_batch_2.bin must hold labels 0 to 9. Got \[11\]"):
+    with pytest.raises(ValueError, match=r"data_batch_2.bin must be .*from 0 to 9: 11"):
         load("cifar10", root=cifar.write(tmp_path, files, "cifar-10-batches-bin"))
 
 
 @pytest.mark.parametrize("size", [0, 100, -1, 3073 * 20 + 5])
 def test_truncated_files(tmp_path, cifar, size):
     files = {name: content[:size] for name, content in cifar.files().items()}
-    with pytest.raises(ValueError, match="must hold the dict of a CIFAR-10 file"):
+    with pytest.raises(ValueError, match="must be a file of CIFAR-10"):
         load("cifar10", root=cifar.write(tmp_path / "py", files))
     binary = {name: content[:size] for name, content in cifar.binary_files().items()}
     if size != 3073 * 20 + 5:
-        with pytest.raises(ValueError, match="records of 3073 bytes"):
+        with pytest.raises(ValueError, match="records of 3073"):
             load("cifar10", root=cifar.write(tmp_path / "bin", binary, "cifar-10-batches-bin"))
 
 
@@ -176,7 +170,7 @@ def test_an_archive_with_an_absurd_size(tmp_path, version, kind):
         member.type, member.size = kind, size
         content = member.tobuf(format=tarfile.GNU_FORMAT) + bytes(10_000)
         (tmp_path / f"cifar-10-{version}.tar.gz").write_bytes(gzip.compress(content))
-        with pytest.raises(ValueError, match=r"must be a whole .tar.gz|must hold"):
+        with pytest.raises(ValueError, match=r"must be a whole .tar.gz|must be a file of"):
             load("cifar10", root=tmp_path)
 
 
@@ -185,7 +179,7 @@ def test_a_file_without_end(tmp_path, cifar):
     path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
     path.unlink()
     path.symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match="data_batch_1 must hold at most 134,217,728 bytes"):
+    with pytest.raises(ValueError, match="data_batch_1 .* more than 134,217,728 bytes"):
         load("cifar10", root=tmp_path)
 
 
@@ -258,10 +252,8 @@ STATE = "(K\\x03U\\x01|NNNJ\\x08\\x00\\x00\\x00K\\x01K\\x3ftb"
         ("h\\x07", "KeyError"),
     ],
 )
-def test_a_forged_pickle_neither_crashes_nor_changes_the_process(array, outcome):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    forged = f"b'\\x80\\x02}}U\\x04data' + b'{array}' + b's.'"
-    result = subprocess.run([sys.executable, "-c", FORGED, forged], env=env, capture_output=True, text=True)
+def test_a_forged_pickle_neither_crashes_nor_changes_the_process(run_python, array, outcome):
+    result = run_python(FORGED, f"b'\\x80\\x02}}U\\x04data' + b'{array}' + b's.'")
     assert result.returncode == 0, result.stderr
     assert outcome in result.stdout
 

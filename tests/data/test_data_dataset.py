@@ -24,6 +24,7 @@ def sorted_by_class(n=100, classes=4):
 def test_length_items_slices_and_subsets():
     data = tiny()
     assert len(data) == 6
+    assert data != tiny()  # compared as objects: tensors have no single truth value
     image, target = data[4]
     assert image.tolist() == [[[16, 17], [18, 19]]]
     assert target == 1
@@ -236,10 +237,11 @@ def test_memory_is_shared_unless_the_array_is_read_only_or_runs_backwards():
     ("images", "targets", "options", "error", "match"),
     [
         (np.full((1, 1, 2, 2), np.nan), [0], {}, ValueError, "finite"),
+        (np.full((1, 1, 2, 2), 1e300), [0], {}, ValueError, "finite"),  # not as float32
         (np.zeros((1, 1, 2, 2)), [0.5], {}, TypeError, "integers"),
         (np.array([["a"]]), [0], {}, TypeError, "array of numbers"),
         (np.zeros((2, 32, 32, 3)), [0, 1], {}, ValueError, "layout='NHWC'"),
-        (np.zeros((2, 3, 4, 4)), [0, 1], {"layout": "CHWN"}, ValueError, "'NCHW' or 'NHWC'"),
+        (np.zeros((2, 3, 4, 4)), [0, 1], {"layout": "CHWN"}, ValueError, "'NCHW', 'NHWC'"),
         (np.zeros((2, 3, 4, 4)), [0, 1, 2], {}, ValueError, r"Got \(3,\)"),
         (np.zeros((2, 3, 4, 4)), [0, -1], {}, ValueError, "Got -1"),
     ],

@@ -1,11 +1,8 @@
 import gc
 import hashlib
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -129,17 +126,8 @@ _fetch_file(f"{sys.argv[1]}/cifar-10-python.tar.gz", Path(sys.argv[2]) / "x", sy
 """
 
 
-def test_a_file_that_does_not_fit_leaves_nothing(site, root):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [
-        sys.executable,
-        "-c",
-        LIMITED,
-        site.url,
-        str(root),
-        hashlib.md5(site.content[NAME]).hexdigest(),
-    ]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
+def test_a_file_that_does_not_fit_leaves_nothing(site, root, run_python):
+    result = run_python(LIMITED, site.url, root, hashlib.md5(site.content[NAME]).hexdigest())
     assert "must fit on its disk" in result.stderr.splitlines()[-1]
     assert names(root) == []
 

@@ -109,7 +109,7 @@ def test_grey_on_request_and_photos_upright(tmp_path):
     path = save(tmp_path / "a" / "x.png", np.array([[0, 255], [0, 255], [0, 255]], np.uint8), exif=exif)
     assert load("folder", root=tmp_path, mode="L").images.tolist() == [[[[0, 0, 0], [255, 255, 255]]]]
     assert stored_size(path) == (3, 2)
-    with pytest.raises(ValueError, match="'RGB' or 'L'. Got 'rgb'"):
+    with pytest.raises(ValueError, match="'RGB', 'L'. Got 'rgb'"):
         load("folder", root=tmp_path, mode="rgb")
 
 
@@ -118,6 +118,21 @@ def test_a_dark_image_of_16_bits_stays_dark(tmp_path):
     save(tmp_path / "a" / "y.png", np.array([[0, 200, 200, 200]], np.uint16))
     images = load("folder", root=tmp_path, mode="L").images
     assert images.flatten(1).tolist() == [[0, 1, 1, 255], [0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        (np.int32, [0, 7, 255], [0, 7, 255]),
+        (np.int32, [0, 256, 65535], [0, 1, 255]),
+        (np.int32, [0, 100, 256], [0, 0, 1]),
+        (np.float32, [0, 0.5, 1], [0, 128, 255]),
+        (np.float32, [0, 1.5, 2], [0, 2, 2]),
+    ],
+)
+def test_the_scale_of_other_numbers_follows_from_the_largest(tmp_path, kind, values, expected):
+    save(tmp_path / "a" / "x.tiff", np.array([values], kind))
+    assert load("folder", root=tmp_path, mode="L").images.flatten().tolist() == expected
 
 
 def test_sizes_must_agree_or_be_given(tmp_path, write_image):

@@ -68,7 +68,7 @@ def test_all_damaged_files_are_named_together(tmp_path, icoseg, write_mask):
 def test_a_missing_dataset_and_wrong_options(tmp_path, icoseg):
     with pytest.raises(FileNotFoundError, match=r"chenlab\.ece\.cornell\.edu"):
         load("icoseg", root=tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="'landscape' or 'both'. Got 'portrait'"):
+    with pytest.raises(ValueError, match="'landscape', 'both'. Got 'portrait'"):
         load("icoseg", root=tmp_path, orientation="portrait")
     for image in icoseg.glob("images/*/*"):
         if image.stem != "small":

@@ -1,8 +1,6 @@
 """The real sets: run with CMCL_DATA naming the folder that holds them."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,11 +63,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / ima
 
 @real("svhn")
 @pytest.mark.parametrize(("name", "limit"), [("cifar10", 1.5), ("svhn", 2.2)])
-def test_memory_while_loading(name, limit):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", MEMORY, name]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert float(result.stdout) <= limit
+def test_memory_while_loading(run_python, name, limit):
+    assert float(run_python(MEMORY, name).stdout) <= limit
 
 
 @pytest.fixture(scope="module")

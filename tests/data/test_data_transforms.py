@@ -1,8 +1,5 @@
 import json
 import math
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -333,15 +330,15 @@ def test_the_options_of_a_dataset_are_recorded_as_json():
         (lambda: ZCA().fit(images()[:0]), ValueError, "at least one image"),
         (lambda: ZCA(bias=0), ValueError, "bias must be positive. Got 0"),
         (lambda: GCN(scale=0), ValueError, "scale must be positive"),
-        (lambda: GCN(by="range"), ValueError, "'norm' or 'deviation'. Got 'range'"),
-        (lambda: Normalize([123.7], [58.4]), ValueError, r"of 0 to 1. Got \[123.7\]. .* by 255"),
-        (lambda: Normalize([0], [255]), ValueError, r"std must be numbers from 0 to 1.* Got \[255.0\]"),
-        (lambda: Normalize([-0.1], [1]), ValueError, r"mean must be numbers .* Got \[-0.1\]"),
-        (lambda: Normalize([math.nan], [1]), ValueError, r"mean must be numbers .* Got \[nan\]"),
-        (lambda: Normalize([], []), ValueError, r"mean must be numbers .* Got \[\]"),
-        (lambda: Normalize(0.5, 0.5), TypeError, "mean must be a list of numbers, .* Got 0.5"),
-        (lambda: Normalize([0.5], [0]), ValueError, r"std must be 1 positive numbers, .* Got \[0.0\]"),
-        (lambda: Normalize([0, 0, 0], [1]), ValueError, r"std must be 3 positive numbers, .* Got \[1.0\]"),
+        (lambda: GCN(by="range"), ValueError, "'norm', 'deviation'. Got 'range'"),
+        (lambda: Normalize([123.7], [58.4]), ValueError, r"of 0 to 1. Got \[123.7\] and .* by 255"),
+        (lambda: Normalize([0], [255]), ValueError, r"mean and std must be lists of numbers from 0 to 1"),
+        (lambda: Normalize([-0.1], [1]), ValueError, r"Got \[-0.1\]"),
+        (lambda: Normalize([math.nan], [1]), ValueError, r"Got \[nan\]"),
+        (lambda: Normalize([], []), ValueError, r"Got \[\] and \[\]"),
+        (lambda: Normalize(0.5, 0.5), TypeError, "Got 0.5 and 0.5"),
+        (lambda: Normalize([0.5], [0]), ValueError, r"and \[0\]"),
+        (lambda: Normalize([0, 0, 0], [1]), ValueError, r"and \[1\]"),
         (lambda: Normalize([0], [1]).transform(images()), ValueError, "1 channels.* Got 3"),
         (lambda: Compose([]), ValueError, "at least one transform"),
         (lambda: Compose([zca := ZCA(), GCN(), zca]), ValueError, "different objects. Got one of them twice"),
@@ -401,12 +398,12 @@ def test_a_second_call_reads_what_the_first_wrote(tmp_path, digits, monkeypatch)
 
 
 def test_other_data_and_other_parameters_have_other_files(tmp_path, digits):
-    for transform, data in [
+    for transform, data in (
         (MeanStd(), digits),
         (MeanStd(), digits[:50]),
         (ZCA(), digits),
         (ZCA(0.2), digits),
-    ]:
+    ):
         transform_cached(fit_cached(transform, data, tmp_path), data, tmp_path)
     assert len(files(tmp_path)) == 8
     assert fit_cached(GCN(), digits, tmp_path).is_fitted  # learns nothing, so it is not stored
@@ -479,9 +476,7 @@ assert "continuing without a cache" in str(caught[0].message)
 """
 
 
-def test_a_full_disk_leaves_no_partial_file(tmp_path):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
+def test_a_full_disk_leaves_no_partial_file(tmp_path, run_python):
+    result = run_python(LIMITED, tmp_path)
     assert result.returncode == 0, result.stderr
     assert files(tmp_path) == []

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .. import _checks
 from .dataset import IGNORE, Dataset
 
 Array = NDArray[Any] | Tensor
@@ -32,7 +33,11 @@ def from_arrays(
         split: name of this split.
         layout: "NCHW", or "NHWC" when the channels come last.
     """
-    labels = _targets(targets)
+    labels = _tensor(targets, "targets")
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"targets must be integers. Got {labels.dtype}. Convert with .astype(int).")
+    if labels.ndim != 3 or labels.dtype != torch.uint8:
+        labels = labels.long()
     names = _default_names(labels) if classes is None else tuple(classes)
     return Dataset(_images(images, layout), labels, names, split, "arrays")
 
@@ -63,14 +68,11 @@ def _default_names(labels: Tensor) -> tuple[str, ...]:
 
 def _images(images: Array, layout: str) -> Tensor:
     tensor = _tensor(images, "images")
-    if tensor.is_floating_point():
-        tensor = tensor.float()
-        if not torch.isfinite(tensor).all():
-            raise ValueError("images must be finite. Got NaN or infinity. Clean the arrays first.")
+    tensor = tensor.float() if tensor.is_floating_point() else tensor
+    _checks.finite("images", tensor)
     if tensor.ndim == 3:
         return tensor.unsqueeze(1)
-    if layout not in {"NCHW", "NHWC"}:
-        raise ValueError(f"layout must be 'NCHW' or 'NHWC'. Got {layout!r}.")
+    _checks.choice("layout", layout, ("NCHW", "NHWC"))
     if layout == "NHWC" and tensor.ndim == 4:
         return tensor.permute(0, 3, 1, 2).contiguous()
     if looks_channels_last(tensor):
@@ -84,13 +86,6 @@ def _images(images: Array, layout: str) -> Tensor:
 def looks_channels_last(images: Tensor) -> bool:
     """Whether the second axis seems to be rows, and the last one channels."""
     return images.ndim == 4 and images.shape[1] > 4 and images.shape[3] in {1, 3, 4}
-
-
-def _targets(targets: Array) -> Tensor:
-    tensor = _tensor(targets, "targets")
-    if tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f"targets must be integers. Got {tensor.dtype}. Convert with .astype(int).")
-    return tensor if tensor.ndim == 3 and tensor.dtype == torch.uint8 else tensor.long()
 
 
 def _tensor(values: Array, name: str) -> Tensor:

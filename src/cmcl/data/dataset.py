@@ -34,12 +34,30 @@ class Dataset:
     units: tuple[bytes, ...] | None = field(default=None, repr=False)  # equal for images that were identical
 
     def __post_init__(self) -> None:
-        _check_images(self.images, self.source)
-        _check_targets(self.targets, self.images, self.source)
-        _check_labels(self.targets, len(self.classes), self.source)
-        if self.groups is not None and len(self.groups) != len(self.images):
-            message = f"groups must name one group per image ({len(self.images)}). Got {len(self.groups)}."
-            raise ValueError(message)
+        images, targets, source = self.images, self.targets, self.source
+        if images.ndim != 4:
+            raise ValueError(f"images of {source} must have shape (N,C,H,W). Got {tuple(images.shape)}.")
+        if images.dtype != torch.uint8 and not images.is_floating_point():
+            raise TypeError(f"images of {source} must be uint8 or floating point. Got {images.dtype}.")
+        n, _, height, width = images.shape
+        if tuple(targets.shape) not in {(n,), (n, height, width)}:
+            raise ValueError(
+                f"targets of {source} must have shape {(n,)} (classes) or {(n, height, width)} (masks). "
+                f"Got {tuple(targets.shape)}."
+            )
+        allowed = (torch.int64,) if targets.ndim == 1 else (torch.uint8, torch.int64)
+        if targets.dtype not in allowed:
+            raise TypeError(f"targets of {source} must be one of {allowed}. Got {targets.dtype}.")
+        if self.groups is not None and len(self.groups) != n:
+            raise ValueError(f"groups must name one group per image ({n}). Got {len(self.groups)}.")
+        classes = len(self.classes)
+        labels = targets[not_ignored(targets, default_ignore_index(targets, classes))]
+        low, high = (int(end) for end in labels.aminmax()) if labels.numel() else (0, -1)
+        if low < 0 or high >= classes:
+            raise ValueError(
+                f"labels of {source} must be between 0 and {classes - 1} ({classes} classes). "
+                f"Got {low if low < 0 else high}. Correct the labels (they start at 0), or name all classes."
+            )
 
     @cached_property
     def checksum(self) -> str:
@@ -111,8 +129,7 @@ def split_validation(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[
     """
     kept, held = hold_out(_strata(dataset), dataset.units or identities(dataset.images), fraction, seed)
     if not held or not kept:
-        message = f"fraction must leave images on both sides of {len(dataset)}. Got {fraction}."
-        raise ValueError(message)
+        raise ValueError(f"fraction must leave images on both sides of {len(dataset)}. Got {fraction}.")
     parts = dataset.subset(kept), dataset.subset(held, split="validation")
     if dataset.recipe is None:
         return parts
@@ -139,23 +156,18 @@ def hold_out(
     same_unit: dict[Hashable, list[int]] = defaultdict(list)
     for position, unit in enumerate(units):
         same_unit[unit].append(position)
-    candidates: dict[Hashable, list[list[int]]] = defaultdict(list)
+    candidates: dict[Hashable, list[list[int]]] = defaultdict(list)  # stratum -> positions of each unit
     for positions in same_unit.values():
         candidates[strata[positions[0]]].append(positions)
     generator = torch.Generator().manual_seed(seed)
     held: set[int] = set()
     for choices in candidates.values():
-        held |= _draw(choices, fraction, generator)
+        room = round(fraction * sum(map(len, choices)))
+        for choice in torch.randperm(len(choices), generator=generator).tolist():
+            if len(choices[choice]) <= room:
+                held.update(choices[choice])
+                room -= len(choices[choice])
     return [i for i in range(len(units)) if i not in held], sorted(held)
-
-
-def _draw(choices: list[list[int]], fraction: float, generator: torch.Generator) -> set[int]:
-    quota = round(fraction * sum(map(len, choices)))
-    drawn: set[int] = set()
-    for choice in torch.randperm(len(choices), generator=generator).tolist():
-        if len(drawn) + len(choices[choice]) <= quota:
-            drawn.update(choices[choice])
-    return drawn
 
 
 def identities(images: Tensor) -> list[bytes]:
@@ -186,35 +198,3 @@ def default_ignore_index(targets: Tensor, classes: int) -> int | None:
 def not_ignored(targets: Tensor, ignore_index: int | None) -> Tensor:
     """A boolean mask of the targets that differ from `ignore_index`."""
     return torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
-
-
-def _check_images(images: Tensor, source: str) -> None:
-    if images.ndim != 4:
-        message = f"images of {source} must have shape (N,C,H,W). Got {tuple(images.shape)}."
-        raise ValueError(message)
-    if images.dtype != torch.uint8 and not images.is_floating_point():
-        raise TypeError(f"images of {source} must be uint8 or floating point. Got {images.dtype}.")
-
-
-def _check_targets(targets: Tensor, images: Tensor, source: str) -> None:
-    n, _, height, width = images.shape
-    if tuple(targets.shape) not in {(n,), (n, height, width)}:
-        raise ValueError(
-            f"targets of {source} must have shape {(n,)} (classes) or {(n, height, width)} (masks). "
-            f"Got {tuple(targets.shape)}."
-        )
-    allowed = (torch.int64,) if targets.ndim == 1 else (torch.uint8, torch.int64)
-    if targets.dtype not in allowed:
-        raise TypeError(f"targets of {source} must be one of {allowed}. Got {targets.dtype}.")
-
-
-def _check_labels(targets: Tensor, classes: int, source: str) -> None:
-    labels = targets[not_ignored(targets, default_ignore_index(targets, classes))]
-    if not labels.numel():
-        return
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= classes:
-        raise ValueError(
-            f"labels of {source} must be between 0 and {classes - 1} ({classes} classes). "
-            f"Got {low if low < 0 else high}. Correct the labels (they start at 0), or name all classes."
-        )

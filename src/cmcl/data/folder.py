@@ -8,15 +8,9 @@ DIR/train/..., DIR/test/...               either of these, already split
 from collections.abc import Sequence
 from pathlib import Path
 
+from .. import _checks
 from .dataset import Dataset
-from .images import (
-    Example,
-    image_files,
-    masked_examples,
-    parse_size,
-    read_classification,
-    read_segmentation,
-)
+from .images import Example, image_files, masked_examples, parse_size, read_classification, read_segmentation
 
 LAYOUT = (
     "Lay it out as <class>/*.jpg, or as images/*.jpg with masks/*.png, each also inside train/ and test/."
@@ -40,8 +34,7 @@ def load(
         mode: "RGB", or "L" for grey.
         classes: for masks that hold class indices: the names of 0, 1, ...
     """
-    if mode not in {"RGB", "L"}:
-        raise ValueError(f"mode must be 'RGB' or 'L'. Got {mode!r}.")
+    _checks.choice("mode", mode, ("RGB", "L"))
     if root is None:
         raise ValueError(f"root must name the folder of your images. Got none. {LAYOUT}")
     whole, shape = Path(root).expanduser(), None if size is None else parse_size(size)
@@ -50,25 +43,15 @@ def load(
         return read_segmentation(_masked(folder), shape, classes, mode=mode, split=split, source=str(folder))
     # the training folder names the classes, so that they have the same numbers in every split
     names = _class_folders(_split_folder(whole, "train"))
-    examples = [Example(image, name) for name in names for image in _images_of(folder / name)]
-    if got := _mistake(folder, names, {example.label for example in examples}, split):
-        message = f"{folder} must hold images in the folders of the training classes. Got {got}."
-        raise ValueError(f"{message} {LAYOUT}")
-    return read_classification(examples, shape, names, mode=mode, split=split, source=str(folder))
-
-
-def _mistake(folder: Path, names: list[str], found: set[str], split: str) -> str | None:
+    present = [name for name in names if (folder / name).is_dir()]  # a split need not have all classes
+    examples = [Example(image, name) for name in present for image in image_files(folder / name)]
+    empty = [name for name in names if name not in {example.label for example in examples}]
+    message = f"{folder} must hold images in the folders of the training classes."
     if unknown := sorted(set(_class_folders(folder)) - set(names)):
-        return f"classes that train/ lacks: {', '.join(unknown)}"
-    empty = [name for name in names if name not in found]
-    if not found or (empty and split == "train"):
-        return f"no images in {', '.join(empty) or 'any folder'}"
-    return None
-
-
-def _images_of(folder: Path) -> list[Path]:
-    """The images of a class; a split need not have all classes."""
-    return image_files(folder) if folder.is_dir() else []
+        raise ValueError(f"{message} Got classes that train/ lacks: {', '.join(unknown)}. {LAYOUT}")
+    if not examples or (empty and split == "train"):
+        raise ValueError(f"{message} Got no images in {', '.join(empty) or 'any folder'}. {LAYOUT}")
+    return read_classification(examples, shape, names, mode=mode, split=split, source=str(folder))
 
 
 def _split_folder(whole: Path, split: str) -> Path:

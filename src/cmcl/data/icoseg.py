@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+from .. import _checks
 from .._files import digest
 from .dataset import Dataset, hold_out
-from .images import Example, Size, collect, image_size, masked_examples, parse_size, read_segmentation
+from .images import Example, collect, image_size, masked_examples, parse_size, read_segmentation
 from .registry import ICOSEG, data_root
 
 # The paper takes images "larger than 300x500", but no side is longer than 500: here that means at least.
@@ -31,10 +32,11 @@ def load(
         size: (height, width), or one number for squares: images bicubic, masks by nearest pixel.
         seed: of the split. Byte-identical images are always on the same side.
     """
-    if orientation not in {"landscape", "both"}:
-        raise ValueError(f"orientation must be 'landscape' or 'both'. Got {orientation!r}.")
+    _checks.choice("orientation", orientation, ("landscape", "both"))
     folder, shape = data_root(root) / "iCoseg", parse_size(size)
-    examples = _large_enough(_find(folder), orientation)
+    found = _find(folder)
+    sizes = [sorted(size) if orientation == "both" else size for size in collect(image_size, found)]
+    examples = [e for e, (h, w) in zip(found, sizes, strict=True) if h >= SMALLEST[0] and w >= SMALLEST[1]]
     if not examples:
         raise ValueError(
             f"{folder} must hold images of at least {SMALLEST} (height, width). Got none. {ICOSEG.hint}"
@@ -47,19 +49,8 @@ def load(
 
 def _find(folder: Path) -> list[Example]:
     if not (folder / "images").is_dir() or not (folder / "ground_truth").is_dir():
-        message = (
-            f"{folder} must hold images/ and ground_truth/ with one folder per group. Got no such folders."
-        )
+        message = f"{folder} must hold images/ and ground_truth/ with one folder per group. Got neither."
         raise FileNotFoundError(f"{message} {ICOSEG.hint}")
     groups = sorted(path for path in (folder / "images").iterdir() if path.is_dir())
     found = (masked_examples(group, folder / "ground_truth" / group.name, group.name) for group in groups)
     return list(chain.from_iterable(found))
-
-
-def _large_enough(examples: list[Example], orientation: str) -> list[Example]:
-    def passes(size: Size) -> bool:
-        turned = sorted(size) if orientation == "both" else size
-        return turned[0] >= SMALLEST[0] and turned[1] >= SMALLEST[1]
-
-    sizes = collect(image_size, examples)
-    return [example for example, size in zip(examples, sizes, strict=True) if passes(size)]

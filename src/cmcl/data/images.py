@@ -65,10 +65,8 @@ def _by_stem(folder: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in image_files(folder):
         if path.stem in found:
-            message = (
-                f"{folder} must hold one file of each name. Got {found[path.stem].name} and {path.name}."
-            )
-            raise ValueError(f"{message} Rename or remove one, with its mask.")
+            names = f"{found[path.stem].name} and {path.name}"
+            raise ValueError(f"{folder} must hold one file of each name. Got {names}. Rename or remove one.")
         found[path.stem] = path
     return found
 
@@ -159,12 +157,8 @@ def image_size(example: Example) -> Size:
     """Size of the image as displayed; its mask must have the same. Reads no pixels."""
     with _opened(example.image) as image:
         size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) < 5 else image.size
-    if example.mask is None:
-        return size
-    with _opened(example.mask) as mask:
-        mask_size = mask.size[::-1]
-    if mask_size != size:
-        got = f"Got {mask_size} and {size}"
+    if example.mask is not None and (mask := stored_size(example.mask)) != size:
+        got = f"Got {mask} and {size}"
         raise ValueError(f"{example.mask} must have the size of its image. {got}. Correct the mask.")
     return size
 
@@ -172,8 +166,7 @@ def image_size(example: Example) -> Size:
 def stored_size(path: Path) -> Size:
     """(H, W) as stored in the file, before any rotation. Reads no pixels."""
     with _opened(path) as image:
-        width, height = image.size
-    return height, width
+        return image.size[1], image.size[0]
 
 
 def read_image(path: Path, size: Size | None = None, mode: str = "RGB") -> Pixels:
@@ -196,10 +189,14 @@ def read_mask(path: Path, size: Size | None = None, *, classes: int | None = Non
     with _opened(path) as opened:
         mask = opened.copy()
     values = _mask_values(mask, path, by_colour=classes is None)
-    _check_values(values, path, classes)
-    if classes is None:
-        values = values != 0
-    values = values.astype(np.uint8)
+    last = None if classes is None else min(classes, IGNORE) - 1
+    allowed = {0, 1, 255} if last is None else {*range(last + 1), IGNORE}
+    # of the whole mask, because resizing can lose the few pixels that are wrong
+    if wrong := sorted(set(np.unique(values).tolist()) - allowed):
+        expected = "0 and 1, or 0 and 255" if last is None else f"class indices 0 to {last}"
+        hint = "Name all classes with classes=[...] if these are class indices"
+        raise ValueError(f"{path} must hold {expected}. Got {wrong[0]}. {hint}.")
+    values = (values != 0 if classes is None else values).astype(np.uint8)
     if size is not None:
         values = np.array(Image.fromarray(values).resize(size[::-1], Image.Resampling.NEAREST))
     return values
@@ -233,17 +230,6 @@ def _not_black(mask: Image.Image, path: Path) -> NDArray[np.bool_] | None:
     if is_grey and mask.mode != "P":  # then it holds numbers, as a grey image does
         return None
     return np.asarray(np.array(colours)[..., :3].any(-1))
-
-
-def _check_values(values: NDArray[Any], path: Path, classes: int | None) -> None:
-    """Checks the whole mask, because resizing can lose the few pixels that are wrong."""
-    last = None if classes is None else min(classes, IGNORE) - 1
-    allowed = {0, 1, 255} if last is None else {*range(last + 1), IGNORE}
-    wrong = sorted(set(np.unique(values).tolist()) - allowed)
-    if wrong:
-        expected = "0 and 1, or 0 and 255" if last is None else f"class indices 0 to {last}"
-        hint = "Name all classes with classes=[...] if these are class indices"
-        raise ValueError(f"{path} must hold {expected}. Got {wrong[0]}. {hint}.")
 
 
 @contextmanager

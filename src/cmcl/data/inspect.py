@@ -45,13 +45,14 @@ def check(
             raise ValueError(f"{message} Leave out validation, or move that split away.")
         splits["train"], splits["validation"] = split_validation(splits["train"], validation, seed)
     train = splits["train"]
-    mean, std = _channel_statistics(train)
+    statistics = MeanStd().fit(train.images).state()[1]
+    scale = 255 if train.images.dtype == torch.uint8 else 1
     report: Report = {
         "set": name,
         "counts": {split: len(dataset) for split, dataset in splits.items()},
         "classes": _histogram(train),
-        "mean": mean,
-        "std": std,
+        "mean": (statistics["mean"] / scale).flatten().tolist(),
+        "std": (statistics["std"] / scale).flatten().tolist(),
         "checksums": {split: dataset.checksum for split, dataset in splits.items()},
         "published": None,
         "notes": [],
@@ -70,9 +71,9 @@ def _load_splits(name: str, root: str | Path | None, options: Mapping[str, Any])
     info = dataset_info(name)
     if not info.on_disk:
         message = (
-            f"a dataset to check must be on disk or need no file. Got {name}, which exist in Python only."
+            f"a dataset to check must be on disk or need no file. Got {name}, which exist in Python only"
         )
-        raise ValueError(f"{message} Use cmcl.data.from_arrays(images, targets) there.")
+        raise ValueError(f"{message}: use cmcl.data.from_arrays(images, targets) there.")
     splits = {}
     for split in info.splits:
         try:
@@ -90,26 +91,21 @@ def _histogram(dataset: Dataset) -> dict[str, int]:
     return dict(zip(dataset.classes, counts.tolist(), strict=True))
 
 
-def _channel_statistics(dataset: Dataset) -> tuple[list[float], list[float]]:
-    tensors = MeanStd().fit(dataset.images).state()[1]
-    scale = 255 if dataset.images.dtype == torch.uint8 else 1
-    return (tensors["mean"] / scale).flatten().tolist(), (tensors["std"] / scale).flatten().tolist()
-
-
 def _differences(report: Report, info: DatasetInfo) -> list[str]:
     """What is not as published; the checksums, where they are known, have the last word."""
     facts, found = info.published, []
     assert facts is not None
     if report["counts"] != info.sizes:
-        sizes = (
-            ", ".join(f"{n:,} {split}" for split, n in c.items()) for c in (info.sizes, report["counts"])
+        published, here = (
+            ", ".join(f"{n:,} {split}" for split, n in counts.items())
+            for counts in (info.sizes, report["counts"])
         )
-        found.append("the published dataset has {} images; here are {}".format(*sizes))
+        found.append(f"the published dataset has {published} images; here are {here}")
     elif tuple(report["classes"].values()) != facts.class_counts:
         found.append(f"the published classes have {facts.class_counts} training images")
-    for statistic, published in (("mean", facts.mean), ("std", facts.std)):
-        if any(abs(a - b) > 2e-4 for a, b in zip(report[statistic], published, strict=True)):
-            found.append(f"the published dataset has {statistic} {published}")
+    for statistic, expected in (("mean", facts.mean), ("std", facts.std)):
+        if any(abs(a - b) > 2e-4 for a, b in zip(report[statistic], expected, strict=True)):
+            found.append(f"the published dataset has {statistic} {expected}")
     others = [split for split, known in facts.checksums.items() if report["checksums"][split] != known]
     if others and not found:
         found.append(f"some images or labels of {' and '.join(others)} are not the published ones")

@@ -200,11 +200,10 @@ def dataset_info(name: str) -> DatasetInfo:
 def _as_json(options: dict[str, Any]) -> dict[str, Any]:
     """The options as a file gives them back: tuples become lists."""
     try:
-        safe: dict[str, Any] = json.loads(json.dumps(options, allow_nan=False))
+        return dict(json.loads(json.dumps(options, allow_nan=False)))
     except (TypeError, ValueError) as error:
         message = f"options must be numbers, strings and lists of them. Got something else ({error})."
         raise TypeError(f"{message} Convert it first.") from None
-    return safe
 
 
 def data_root(root: str | Path | None = None) -> Path:

@@ -9,7 +9,8 @@ x and y are coordinates of the scene, whose height is 1; u (right) and v (down) 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from .registry import SHAPES
 Field = NDArray[np.floating[Any]]  # (H,W), or (H,W,3) for colours
 Rng = np.random.Generator
 SMALLEST = 8  # pixels; in smaller scenes some objects would vanish
+BACKGROUNDS = ("sky", "meadow", "sand", "water", "bricks", "planks", "leaves", "landscape")
+OBJECTS = ("ball", "star", "flower", "kite", "mushroom", "fish", "tree", "balloon", "house", "car")
 
 
 def load(
@@ -75,11 +78,11 @@ def draw(
     rng = np.random.default_rng([seed, group, index + 1])
     height, width = 2 * size[0], 2 * size[1]  # drawn at twice the size, then averaged: smooth edges
     y, x = np.mgrid[:height, :width].astype(np.float32) / height
-    scene, mask = background(rng, x, y, colours), np.zeros((height, width), bool)
+    scene, mask = _background(background, rng, x, y, colours), np.zeros((height, width), bool)
     for _ in range(rng.integers(1, most + 1)):
         u, v = _coordinates(rng, x, y, rng.uniform(0.2, 0.45) / most**0.35)
         part = np.zeros(x.shape, np.intp)  # number of the part at each pixel; 0: background
-        for number, field in enumerate(OBJECTS[group % len(OBJECTS)](u, v), start=1):
+        for number, field in enumerate(_parts(OBJECTS[group % len(OBJECTS)], u, v), start=1):
             part[field < 0] = number
         inside = part > 0
         shadow = gaussian_filter(np.roll(inside, (3, 4), (0, 1)).astype(np.float32), 2.5)
@@ -124,81 +127,103 @@ def _clouds(rng: Rng, shape: tuple[int, ...], cells: int, octaves: int = 4, stre
     for octave in range(octaves):
         n = cells * 2**octave
         grid = rng.random((max(2, round(n * stretch)) + 1, n + 1), dtype=np.float32)
-        total += (
-            np.asarray(Image.fromarray(grid).resize([shape[1], shape[0]], Image.Resampling.BICUBIC))
-            / 2**octave
-        )
+        large = Image.fromarray(grid).resize([shape[1], shape[0]], Image.Resampling.BICUBIC)
+        total += np.asarray(large) / 2**octave
     low, high = total.min(), total.max()
     return (total - low) / max(float(high - low), 1e-6)
+
+
+def _background(kind: str, rng: Rng, x: Field, y: Field, colours: Field) -> Field:
+    """The colours (H,W,3) behind the objects, tinted by the first colour of the group."""
+    clouds = partial(_clouds, rng, x.shape)
+
+    def tinted(red: float, green: float, blue: float, by: float) -> Field:
+        return np.array([red, green, blue], np.float32) + by * (colours[0] - 0.5)
+
+    match kind:
+        case "sky":
+            blue = tinted(0.35, 0.58, 0.88, by=0.25)
+            pale = _mix(y, blue, 0.4 * blue + 0.55)
+            white = np.clip(3 * clouds(2, 5, stretch=2) - 1.6, 0, 0.9)
+            return pale + white[..., None] * (0.97 - pale)
+        case "meadow":
+            green = tinted(0.28, 0.46, 0.16, by=0.2)
+            blades = 0.6 * clouds(24, 2, stretch=0.35) + 0.4 * clouds(2, 3)
+            return _mix(blades, 0.55 * green, 1.45 * green + 0.05) * (0.85 + 0.25 * y)[..., None]
+        case "sand":
+            ripples = np.sin(40 * y + 9 * clouds(2, 3)) * 0.06
+            grain = 0.75 + 0.35 * clouds(3, 5) + ripples
+            return tinted(0.72, 0.6, 0.42, by=0.25) * grain[..., None]
+        case "water":
+            deep, waves = tinted(0.08, 0.28, 0.42, by=0.15), clouds(3, 5, stretch=4)
+            return _mix(waves, deep, deep + 0.3) + 0.5 * np.clip(6 * waves - 4.3, 0, 1)[..., None]
+        case "bricks":
+            rows = y * 9 + 0.1 * clouds(3)
+            columns = x * 4.5 + 0.5 * (np.floor(rows) % 2) + rng.random()
+            row, column = np.floor(rows).astype(int) % 16, np.floor(columns).astype(int) % 16
+            shade = 0.7 + 0.35 * rng.random((16, 16), dtype=np.float32)[row, column]
+            wall = tinted(0.55, 0.3, 0.22, by=0.3) * (shade + 0.25 * clouds(12, 3))[..., None]
+            return np.where(((rows % 1 < 0.14) | (columns % 1 < 0.07))[..., None], np.float32(0.62), wall)
+        case "planks":
+            position = x * 5 + rng.random()
+            board = rng.random(8, dtype=np.float32)[np.floor(position).astype(int) % 8]
+            grain = np.sin(55 * position + 14 * clouds(2, 4, stretch=0.5) + 40 * board)
+            shade = 0.75 + 0.3 * board + 0.08 * grain - 0.5 * (position % 1 < 0.04)
+            return tinted(0.52, 0.36, 0.22, by=0.3) * shade[..., None]
+        case "leaves":
+            light = tinted(0.45, 0.6, 0.2, by=0.25)
+            return _mix(np.clip(2.2 * clouds(6, 4) - 0.6, 0, 1), 0.18 * light, light)
+    horizon = 0.35 + 0.3 * rng.random() + 0.12 * (_clouds(rng, (1, x.shape[1]), 3, 4) - 0.5)
+    ground = _background("meadow" if colours[1][0] > 0.5 else "sand", rng, x, y, colours)
+    return np.where((y > horizon)[..., None], ground, _background("sky", rng, x, y / 0.6, colours))
 
 
 def _mix(weight: Field, first: Field, second: Field) -> Field:
     return first + weight[..., None] * (second - first)
 
 
-def _tinted(colour: tuple[float, float, float], by: float, colours: Field) -> Field:
-    return np.array(colour, np.float32) + by * (colours[0] - 0.5)
+def _parts(kind: str, u: Field, v: Field) -> list[Field]:
+    """The parts of an object: each is the region where its field is negative, and later ones are on top."""
+    match kind:
+        case "ball":
+            return [
+                _ellipse(u, v, 0.9, 0.9),
+                np.maximum(_ellipse(u, v, 0.9, 0.9), abs(v + 0.3 * u * u) - 0.16),
+            ]
+        case "star":
+            return [_petals(u, v, 5, 0.32)]
+        case "flower":
+            return [_petals(u, v, 7, 0.2), _ellipse(u, v, 0.36, 0.36)]
+        case "kite":
+            body = abs(u) / 0.68 + np.where(v < 0, -v / 0.75, v) - 1
+            return [body, np.maximum(body, u * v)]
+        case "mushroom":
+            cap = np.maximum(_ellipse(u, v - 0.05, 0.95, 0.9), v - 0.1)
+            return [_box(u, v - 0.45, 0.24 + 0.08 * v, 0.48), cap]
+        case "fish":
+            tail = np.maximum(abs(v) - 0.9 * (u - 0.35), u - 0.98)
+            return [tail, _ellipse(u + 0.2, v, 0.78, 0.46), _ellipse(u + 0.62, v + 0.1, 0.09, 0.09)]
+        case "tree":
+            low = np.minimum(_ellipse(u - 0.3, v + 0.15, 0.5, 0.42), _ellipse(u + 0.3, v + 0.12, 0.52, 0.42))
+            return [_box(u, v - 0.6, 0.13, 0.4), np.minimum(low, _ellipse(u, v + 0.5, 0.52, 0.48))]
+        case "balloon":
+            taper = np.maximum(abs(u) - 0.62 + 0.75 * v, abs(v - 0.35) - 0.3)
+            gores = np.minimum(_ellipse(u, v + 0.28, 0.72, 0.7), taper)
+            ropes = np.maximum(abs(abs(u) - 0.12) - 0.02, abs(v - 0.7) - 0.15)
+            return [gores, np.maximum(gores, np.sin(9 * u)), ropes, _box(u, v - 0.88, 0.17, 0.11)]
+        case "house":
+            roof = np.maximum(abs(u) * 0.75 - (v + 0.85), v + 0.1)
+            door, window = _box(u - 0.3, v - 0.6, 0.14, 0.32), _box(u + 0.3, v - 0.3, 0.18, 0.16)
+            return [_box(u, v - 0.4, 0.72, 0.52), roof, door, window]
+    cabin, window = (
+        np.maximum(abs(u) - side - 0.3 * (v + 0.45), abs(v + middle) - height)
+        for side, middle, height in ((0.42, 0.22, 0.26), (0.34, 0.2, 0.16))
+    )
+    wheels = np.minimum(_ellipse(u - 0.52, v - 0.42, 0.22, 0.22), _ellipse(u + 0.52, v - 0.42, 0.22, 0.22))
+    return [_box(u, v - 0.2, 0.95, 0.24), cabin, window, wheels]
 
 
-def _sky(rng: Rng, x: Field, y: Field, colours: Field) -> Field:
-    blue = _tinted((0.35, 0.58, 0.88), 0.25, colours)
-    pale = _mix(y, blue, 0.4 * blue + 0.55)
-    white = np.clip(3 * _clouds(rng, x.shape, 2, 5, stretch=2) - 1.6, 0, 0.9)
-    return pale + white[..., None] * (0.97 - pale)
-
-
-def _meadow(rng: Rng, x: Field, y: Field, colours: Field) -> Field:
-    green = _tinted((0.28, 0.46, 0.16), 0.2, colours)
-    blades = 0.6 * _clouds(rng, x.shape, 24, 2, stretch=0.35) + 0.4 * _clouds(rng, x.shape, 2, 3)
-    return _mix(blades, 0.55 * green, 1.45 * green + 0.05) * (0.85 + 0.25 * y)[..., None]
-
-
-def _sand(rng: Rng, x: Field, y: Field, colours: Field) -> Field:
-    ripples = np.sin(40 * y + 9 * _clouds(rng, x.shape, 2, 3)) * 0.06
-    grain = 0.75 + 0.35 * _clouds(rng, x.shape, 3, 5) + ripples
-    return _tinted((0.72, 0.6, 0.42), 0.25, colours) * grain[..., None]
-
-
-def _water(rng: Rng, x: Field, y: Field, colours: Field) -> Field:
-    deep = _tinted((0.08, 0.28, 0.42), 0.15, colours)
-    waves = _clouds(rng, x.shape, 3, 5, stretch=4)
-    return _mix(waves, deep, deep + 0.3) + 0.5 * np.clip(6 * waves - 4.3, 0, 1)[..., None]
-
-
-def _bricks(rng: Rng, x: Field, y: Field, colours: Field) -> Field:
-    rows = y * 9 + 0.1 * _clouds(rng, x.shape, 3)
-    columns = x * 4.5 + 0.5 * (np.floor(rows) % 2) + rng.random()
-    row, column = np.floor(rows).astype(int) % 16, np.floor(columns).astype(int) % 16
-    shade = 0.7 + 0.35 * rng.random((16, 16), dtype=np.float32)[row, column]
-    wall = _tinted((0.55, 0.3, 0.22), 0.3, colours) * (shade + 0.25 * _clouds(rng, x.shape, 12, 3))[..., None]
-    return np.where(((rows % 1 < 0.14) | (columns % 1 < 0.07))[..., None], np.float32(0.62), wall)
-
-
-def _planks(rng: Rng, x: Field, y: Field, colours: Field) -> Field:
-    position = x * 5 + rng.random()
-    board = rng.random(8, dtype=np.float32)[np.floor(position).astype(int) % 8]
-    grain = np.sin(55 * position + 14 * _clouds(rng, x.shape, 2, 4, stretch=0.5) + 40 * board)
-    shade = 0.75 + 0.3 * board + 0.08 * grain - 0.5 * (position % 1 < 0.04)
-    return _tinted((0.52, 0.36, 0.22), 0.3, colours) * shade[..., None]
-
-
-def _leaves(rng: Rng, x: Field, y: Field, colours: Field) -> Field:
-    light = _tinted((0.45, 0.6, 0.2), 0.25, colours)
-    return _mix(np.clip(2.2 * _clouds(rng, x.shape, 6, 4) - 0.6, 0, 1), 0.18 * light, light)
-
-
-def _landscape(rng: Rng, x: Field, y: Field, colours: Field) -> Field:
-    horizon = 0.35 + 0.3 * rng.random() + 0.12 * (_clouds(rng, (1, x.shape[1]), 3, 4) - 0.5)
-    ground = (_meadow if colours[1][0] > 0.5 else _sand)(rng, x, y, colours)
-    return np.where((y > horizon)[..., None], ground, _sky(rng, x, y / 0.6, colours))
-
-
-BACKGROUNDS: tuple[Callable[[Rng, Field, Field, Field], Field], ...] = (
-    *(_sky, _meadow, _sand, _water, _bricks, _planks, _leaves, _landscape),
-)
-
-
-def _ellipse(u: Field, v: Field, a: float | Field, b: float) -> Field:
+def _ellipse(u: Field, v: Field, a: float, b: float) -> Field:
     return (u / a) ** 2 + (v / b) ** 2 - 1
 
 
@@ -208,61 +233,3 @@ def _box(u: Field, v: Field, a: float | Field, b: float) -> Field:
 
 def _petals(u: Field, v: Field, n: int, depth: float) -> Field:
     return np.hypot(u, v) - (1 - depth) - depth * np.cos(n * np.arctan2(u, -v))
-
-
-def _ball(u: Field, v: Field) -> list[Field]:
-    return [_ellipse(u, v, 0.9, 0.9), np.maximum(_ellipse(u, v, 0.9, 0.9), abs(v + 0.3 * u * u) - 0.16)]
-
-
-def _star(u: Field, v: Field) -> list[Field]:
-    return [_petals(u, v, 5, 0.32)]
-
-
-def _flower(u: Field, v: Field) -> list[Field]:
-    return [_petals(u, v, 7, 0.2), _ellipse(u, v, 0.36, 0.36)]
-
-
-def _kite(u: Field, v: Field) -> list[Field]:
-    body = abs(u) / 0.68 + np.where(v < 0, -v / 0.75, v) - 1
-    return [body, np.maximum(body, u * v)]
-
-
-def _mushroom(u: Field, v: Field) -> list[Field]:
-    cap = np.maximum(_ellipse(u, v - 0.05, 0.95, 0.9), v - 0.1)
-    return [_box(u, v - 0.45, 0.24 + 0.08 * v, 0.48), cap]
-
-
-def _fish(u: Field, v: Field) -> list[Field]:
-    tail = np.maximum(abs(v) - 0.9 * (u - 0.35), u - 0.98)
-    return [tail, _ellipse(u + 0.2, v, 0.78, 0.46), _ellipse(u + 0.62, v + 0.1, 0.09, 0.09)]
-
-
-def _tree(u: Field, v: Field) -> list[Field]:
-    crown = np.minimum(_ellipse(u - 0.3, v + 0.15, 0.5, 0.42), _ellipse(u + 0.3, v + 0.12, 0.52, 0.42))
-    return [_box(u, v - 0.6, 0.13, 0.4), np.minimum(crown, _ellipse(u, v + 0.5, 0.52, 0.48))]
-
-
-def _balloon(u: Field, v: Field) -> list[Field]:
-    taper = np.maximum(abs(u) - 0.62 + 0.75 * v, abs(v - 0.35) - 0.3)
-    gores = np.minimum(_ellipse(u, v + 0.28, 0.72, 0.7), taper)
-    ropes = np.maximum(abs(abs(u) - 0.12) - 0.02, abs(v - 0.7) - 0.15)
-    return [gores, np.maximum(gores, np.sin(9 * u)), ropes, _box(u, v - 0.88, 0.17, 0.11)]
-
-
-def _house(u: Field, v: Field) -> list[Field]:
-    roof = np.maximum(abs(u) * 0.75 - (v + 0.85), v + 0.1)
-    door, window = _box(u - 0.3, v - 0.6, 0.14, 0.32), _box(u + 0.3, v - 0.3, 0.18, 0.16)
-    return [_box(u, v - 0.4, 0.72, 0.52), roof, door, window]
-
-
-def _car(u: Field, v: Field) -> list[Field]:
-    cabin = np.maximum(abs(u) - 0.42 - 0.3 * (v + 0.45), abs(v + 0.22) - 0.26)
-    wheels = np.minimum(_ellipse(u - 0.52, v - 0.42, 0.22, 0.22), _ellipse(u + 0.52, v - 0.42, 0.22, 0.22))
-    window = np.maximum(abs(u) - 0.34 - 0.3 * (v + 0.45), abs(v + 0.2) - 0.16)
-    return [_box(u, v - 0.2, 0.95, 0.24), cabin, window, wheels]
-
-
-# An object is a list of parts: each is the region where its field is negative, and later ones are on top.
-OBJECTS: tuple[Callable[[Field, Field], list[Field]], ...] = (
-    *(_ball, _star, _flower, _kite, _mushroom, _fish, _tree, _balloon, _house, _car),
-)

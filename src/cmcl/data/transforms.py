@@ -18,6 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -26,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .. import _checks
 from .._files import open_binary, parse_json, replacing
 from .dataset import Dataset, load_recipe, tensor_checksum
 from .registry import cache_root, nearest
@@ -42,12 +44,12 @@ class Transform(ABC):
     """A step that is fitted to images, applied to images, and saved. Subclasses are dataclasses."""
 
     kind: ClassVar[str]  # its name in saved files
-    learns: ClassVar[bool] = True  # False for a step that has nothing to fit
+    needs_fit = True  # False for a step that learns nothing from data
 
     def __post_init__(self) -> None:
         self.source: dict[str, Any] | None = None  # what it was fitted on: checksum and recipe
         self._tensors: dict[str, Tensor] = {}
-        self._work: dict[tuple[str, torch.device], Tensor] = {}  # float64 copies, made when first used
+        self._copies: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}  # made when first used
 
     @abstractmethod
     def _fit(self, chunks: Chunks) -> None: ...
@@ -57,11 +59,6 @@ class Transform(ABC):
 
     @abstractmethod
     def _invert(self, x: Tensor) -> Tensor: ...
-
-    @property
-    def needs_fit(self) -> bool:
-        """Whether this transform learns anything from data."""
-        return self.learns
 
     def fit(self, data: Dataset | Tensor) -> Self:
         """Learn from images (N,C,H,W) and return self. A `Dataset` is recorded by checksum and recipe."""
@@ -82,26 +79,23 @@ class Transform(ABC):
         """Back to the scale of the images, as float32."""
         return self._stream(values, self._invert)
 
+    @torch.no_grad()
     def _stream(self, images: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
         _check(images)
         self._check_fitted()
         out = torch.empty_like(images, dtype=torch.float32, memory_format=torch.contiguous_format)
         start = 0
-        with torch.no_grad():
-            for chunk in _chunks(images):
-                out[start : start + len(chunk)] = step(chunk)
-                start += len(chunk)
+        for chunk in _chunks(images):
+            out[start : start + len(chunk)] = step(chunk)
+            start += len(chunk)
         return out
 
     def float32_function(self) -> Callable[[Tensor], Tensor]:
         """The same formulas on float32 CPU tensors, for exported graphs, where float64 is slow or absent."""
         self._check_fitted()
         single = copy.deepcopy(self)
-        single._use_float32()
+        single._set_tensors({k: tensor.to("cpu", torch.float32) for k, tensor in self._get_tensors().items()})
         return single._apply
-
-    def _use_float32(self) -> None:
-        self._work = {(name, torch.device("cpu")): value.float() for name, value in self._tensors.items()}
 
     @property
     def is_fitted(self) -> bool:
@@ -112,10 +106,14 @@ class Transform(ABC):
         if not self.is_fitted:
             raise ValueError(f"{self.kind} must be fitted first. Call .fit(train) or load a saved transform.")
 
-    def _learned(self, name: str, device: torch.device) -> Tensor:
-        if (name, device) not in self._work:
-            self._work[name, device] = self._tensors[name].to(device, torch.float64)
-        return self._work[name, device]
+    def _learned(self, name: str, like: Tensor) -> Tensor:
+        """A learned tensor in the type and on the device of the images."""
+        tensor, key = self._tensors[name], (name, like.device, like.dtype)
+        if (tensor.device, tensor.dtype) == (like.device, like.dtype):
+            return tensor
+        if key not in self._copies:
+            self._copies[key] = tensor.to(like)
+        return self._copies[key]
 
     def parameters(self) -> dict[str, Any]:
         """Kind and parameters as JSON values: all that is needed to fit it again."""
@@ -141,7 +139,7 @@ class Transform(ABC):
 
     def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
-        self._work.clear()
+        self._copies.clear()
 
     def to(self, device: str | torch.device) -> Self:
         """Move the learned tensors; they are copied to other devices when images are there."""
@@ -163,8 +161,7 @@ class Transform(ABC):
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, completely or not at all."""
         config, tensors = self.state()
-        with replacing(Path(path)) as temporary:
-            save_file(tensors, temporary, metadata={"cmcl_transform": json.dumps(config)})
+        _write(Path(path), tensors, {"cmcl_transform": json.dumps(config)})
 
 
 @dataclass(eq=False)
@@ -180,19 +177,17 @@ class GCN(Transform):
     """
 
     kind = "gcn"
-    learns = False
+    needs_fit = False
     scale: float = 55.0
     by: str = "norm"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.by not in {"norm", "deviation"}:
-            raise ValueError(f"by must be 'norm' or 'deviation'. Got {self.by!r}.")
+        _checks.choice("by", self.by, ("norm", "deviation"))
         if not self.scale > 0:
             raise ValueError(f"scale must be positive. Got {self.scale}.")
 
-    def _fit(self, chunks: Chunks) -> None:
-        """Nothing to learn: every image is normalised by itself."""
+    def _fit(self, chunks: Chunks) -> None: ...
 
     def _apply(self, x: Tensor) -> Tensor:
         x = x - x.mean((1, 2, 3), keepdim=True)
@@ -204,7 +199,7 @@ class GCN(Transform):
 
     def _invert(self, x: Tensor) -> Tensor:
         raise ValueError(
-            "inverse must be called on transforms that have one. Got gcn, which loses each image's mean and "
+            "inverse must be called on a transform that has one. Got gcn, which loses each image's mean and "
             "contrast. Invert the later steps alone: compose.steps[-1].inverse(values)."
         )
 
@@ -236,15 +231,14 @@ class ZCA(Transform):
 
     def _apply(self, x: Tensor) -> Tensor:
         self._check_size(x)
-        centred = x.flatten(1) - self._learned("mean", x.device)
-        return (centred @ self._learned("matrix", x.device)).view_as(x)
+        return ((x.flatten(1) - self._learned("mean", x)) @ self._learned("matrix", x)).view_as(x)
 
     def _invert(self, x: Tensor) -> Tensor:
         self._check_size(x)
-        if ("inverse", x.device) not in self._work:
-            self._work["inverse", x.device] = torch.linalg.inv(self._learned("matrix", x.device))
-        restored = x.flatten(1) @ self._learned("inverse", x.device) + self._learned("mean", x.device)
-        return restored.view_as(x)
+        key = "inverse", x.device, x.dtype
+        if key not in self._copies:
+            self._copies[key] = torch.linalg.inv(self._learned("matrix", x))
+        return (x.flatten(1) @ self._copies[key] + self._learned("mean", x)).view_as(x)
 
     def _check_size(self, x: Tensor) -> None:
         fitted, got = self._tensors["mean"].numel(), x.shape[1:].numel()
@@ -304,11 +298,11 @@ class MeanStd(Transform):
 
     def _apply(self, x: Tensor) -> Tensor:
         self._check_channels(x)
-        return (x - self._learned("mean", x.device)) / self._learned("std", x.device)
+        return (x - self._learned("mean", x)) / self._learned("std", x)
 
     def _invert(self, x: Tensor) -> Tensor:
         self._check_channels(x)
-        return x * self._learned("std", x.device) + self._learned("mean", x.device)
+        return x * self._learned("std", x) + self._learned("mean", x)
 
     def _check_channels(self, x: Tensor) -> None:
         fitted = len(self._tensors["mean"])
@@ -329,34 +323,26 @@ class Normalize(MeanStd):
     """
 
     kind = "normalize"
-    learns = False
+    needs_fit = False
     mean: Sequence[float]
     std: Sequence[float]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.mean, self.std = _constants("mean", self.mean), _constants("std", self.std)
-        if len(self.std) != len(self.mean) or not all(self.std):
-            raise ValueError(f"std must be {len(self.mean)} positive numbers, like mean. Got {self.std}.")
+        # numbers for images of 0 to 255 would silently make all images alike
+        message = (
+            "mean and std must be lists of numbers from 0 to 1, one for each channel: those for images of "
+            f"0 to 1. Got {self.mean} and {self.std}. Divide those for images of 0 to 255 by 255."
+        )
+        try:
+            self.mean, self.std = [float(m) for m in self.mean], [float(s) for s in self.std]
+        except TypeError:
+            raise TypeError(message) from None
+        in_range = all(0 <= m <= 1 for m in self.mean) and all(0 < s <= 1 for s in self.std)
+        if not self.mean or len(self.std) != len(self.mean) or not in_range:
+            raise ValueError(message)
         mean, std = (torch.tensor(own, dtype=torch.float64).view(-1, 1, 1) for own in (self.mean, self.std))
         self._set_tensors({"mean": 255 * mean, "std": 255 * std})
-
-    def _fit(self, chunks: Chunks) -> None:
-        """Nothing to learn: the numbers are known."""
-
-
-def _constants(name: str, given: Sequence[float]) -> list[float]:
-    """One number per channel. Numbers for images of 0 to 255 would silently make all images alike."""
-    try:
-        numbers = [float(number) for number in given]
-    except TypeError:
-        raise TypeError(f"{name} must be a list of numbers, one for each channel. Got {given!r}.") from None
-    if not numbers or not all(0 <= number <= 1 for number in numbers):
-        raise ValueError(
-            f"{name} must be numbers from 0 to 1, one for each channel: those for images of 0 to 1. "
-            f"Got {numbers}. Divide those for images of 0 to 255 by 255."
-        )
-    return numbers
 
 
 @dataclass(eq=False)
@@ -368,38 +354,33 @@ class Compose(Transform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.needs_fit = any(step.needs_fit for step in self.steps)
         if not self.steps:
             raise ValueError("steps must hold at least one transform. Got none.")
         if len({id(step) for step in self.steps}) < len(self.steps):  # the second fit would replace the first
             message = "steps must be different objects. Got one of them twice."
             raise ValueError(f"{message} Make a second one, such as Compose([MeanStd(), MeanStd()]).")
 
-    @property
-    def needs_fit(self) -> bool:
-        """Whether any step learns from data."""
-        return any(step.needs_fit for step in self.steps)
-
     def parameters(self) -> dict[str, Any]:
         """Kind and parameters of every step as JSON values."""
         return {"kind": self.kind, "steps": [step.parameters() for step in self.steps]}
 
     def _fit(self, chunks: Chunks) -> None:
-        for i, step in enumerate(self.steps):
-            earlier = self.steps[:i]
-            step.source = self.source if step.needs_fit else None
-            step._fit(lambda earlier=earlier: (_in_turn(earlier, x) for x in chunks()))  # type: ignore[misc]
+        for step in self.steps:
+            if step.needs_fit:
+                step.source = self.source
+                step._fit(chunks)
+            chunks = partial(_mapped, step._apply, chunks)
 
     def _apply(self, x: Tensor) -> Tensor:
-        return _in_turn(self.steps, x)
+        for step in self.steps:
+            x = step._apply(x)
+        return x
 
     def _invert(self, x: Tensor) -> Tensor:
         for step in reversed(self.steps):
             x = step._invert(x)
         return x
-
-    def _use_float32(self) -> None:
-        for step in self.steps:
-            step._use_float32()
 
     def _get_tensors(self) -> dict[str, Tensor]:
         return {f"{i}.{k}": v for i, step in enumerate(self.steps) for k, v in step._get_tensors().items()}
@@ -411,10 +392,8 @@ class Compose(Transform):
             step._set_tensors(own)
 
 
-def _in_turn(steps: Sequence[Transform], x: Tensor) -> Tensor:
-    for step in steps:
-        x = step._apply(x)
-    return x
+def _mapped(function: Callable[[Tensor], Tensor], chunks: Chunks) -> Iterator[Tensor]:
+    return map(function, chunks())
 
 
 KINDS: dict[str, type[Transform]] = {kind.kind: kind for kind in (GCN, ZCA, MeanStd, Normalize, Compose)}
@@ -432,8 +411,7 @@ def build(config: Mapping[str, Any]) -> Transform:
         raise ValueError(f"kind must be a known transform. Got {kind!r}. {nearest(str(kind), list(KINDS))}")
     if kind == Compose.kind:
         return Compose([build(step) for step in config["steps"]])
-    cls = KINDS[kind]
-    return cls(**{name: config[name] for name in getattr(cls, "__dataclass_fields__", ())})
+    return KINDS[kind](**{name: config[name] for name in getattr(KINDS[kind], "__dataclass_fields__", ())})
 
 
 def from_state(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Transform:
@@ -458,13 +436,22 @@ def load(path: str | Path) -> Transform:
     path = Path(path)
     open_binary(path, hint="Write it with transform.save(path).").close()
     try:
-        with safe_open(path, framework="pt") as file:
-            config = parse_json((file.metadata() or {})["cmcl_transform"], path)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors, metadata = _read(path)
+        config = parse_json(metadata["cmcl_transform"], path)
     except (SafetensorError, KeyError, ValueError) as error:
         message = f"{path} must be a saved transform. Got a damaged or other file ({error})."
         raise ValueError(f"{message} Save it again.") from None
     return from_state(config, tensors)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata)
 
 
 def refit(config: Mapping[str, Any], root: str | Path | None = None) -> Transform:
@@ -517,10 +504,18 @@ def fit_cached(transform: Transform, train: Dataset, folder: str | Path | None =
 
 def transform_cached(transform: Transform, dataset: Dataset, folder: str | Path | None = None) -> Dataset:
     """The dataset with transformed images, read from the cache if the same images are there."""
+
+    def read(path: Path) -> Tensor:
+        tensors, metadata = _read(path)
+        if tensor_checksum(tensors) != metadata.get("digest"):
+            raise ValueError(f"{path} must agree with its checksum.")
+        return tensors["images"]
+
+    def write(images: Tensor) -> None:
+        _write(path, {"images": images.cpu()}, {"digest": tensor_checksum({"images": images})})
+
     path = _cache_path(folder, "images", _json_checksum([transform.checksum, dataset.checksum]))
-    images = _cached(
-        path, _read_images, lambda: transform.transform(dataset.images), lambda x: _write_images(x, path)
-    )
+    images = _cached(path, read, lambda: transform.transform(dataset.images), write)
     return replace(dataset, images=images.to(dataset.images.device), recipe=None)
 
 
@@ -542,20 +537,6 @@ def _cached(path: Path, read: Callable[[Path], T], build: Callable[[], T], write
     except (OSError, SafetensorError) as error:  # a full or read-only disk must not stop the training
         warnings.warn(f"{path} could not be written ({error}): continuing without a cache", stacklevel=3)
     return value
-
-
-def _read_images(path: Path) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        images: Tensor = file.get_tensor("images")
-        digest = (file.metadata() or {}).get("digest")
-    if tensor_checksum({"images": images}) != digest:
-        raise ValueError(f"{path} must agree with its checksum.")
-    return images
-
-
-def _write_images(images: Tensor, path: Path) -> None:
-    with replacing(path) as temporary:
-        save_file({"images": images.cpu()}, temporary, {"digest": tensor_checksum({"images": images})})
 
 
 def _json_checksum(value: Any) -> str:
