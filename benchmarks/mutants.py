@@ -92,6 +92,7 @@ def survives(source, module, tests, seconds):
 
 
 def main():
+    """Run the mutants that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("module")
     parser.add_argument("tests", nargs="+")

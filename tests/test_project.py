@@ -34,6 +34,7 @@ PRIVATE_TORCH = {"splitting", "training.cuda"}
 REGISTRIES = ("networks", "data", "reproduction")  # where names of datasets and networks may be literals
 PUBLIC = {
     *("__version__", "confident_oracle_loss", "independent_loss", "oracle_loss", "OracleLoss"),
+    *("winner_takes_all", "WinnerTakesAll", "assign"),
     *("share_features", "Ensemble", "Prediction", "shareable_layers", "Layer"),
     *("from_pretrained", "SharedStemEnsemble", "load", "Recipe", "Options", "Result", "Interrupted"),
     *("Diverged", "fit", "evaluate", "record", "CMCLClassifier"),

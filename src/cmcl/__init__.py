@@ -13,7 +13,10 @@ _HOME = {  # public name -> module that defines it; "": it is a module
     "confident_oracle_loss": "objectives",
     "independent_loss": "objectives",
     "oracle_loss": "objectives",
+    "winner_takes_all": "objectives",
+    "assign": "objectives",
     "OracleLoss": "objectives",
+    "WinnerTakesAll": "objectives",
     "share_features": "sharing",
     "Ensemble": "ensemble",
     "Prediction": "ensemble",
@@ -53,9 +56,12 @@ if TYPE_CHECKING:
     from .ensemble import Prediction as Prediction
     from .estimator import CMCLClassifier as CMCLClassifier
     from .objectives import OracleLoss as OracleLoss
+    from .objectives import WinnerTakesAll as WinnerTakesAll
+    from .objectives import assign as assign
     from .objectives import confident_oracle_loss as confident_oracle_loss
     from .objectives import independent_loss as independent_loss
     from .objectives import oracle_loss as oracle_loss
+    from .objectives import winner_takes_all as winner_takes_all
     from .pretrained import SharedStemEnsemble as SharedStemEnsemble
     from .pretrained import from_pretrained as from_pretrained
     from .reproduction.custom import record as record

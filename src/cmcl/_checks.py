@@ -37,14 +37,10 @@ def members(logits: Tensor) -> int:
 
 
 def objective(
-    logits: Tensor, targets: Tensor, beta: float, overlap: int, samples: int, *, own_task: bool
+    logits: Tensor, targets: Tensor, beta: float, overlap: int | Tensor, samples: int, *, own_task: bool
 ) -> None:
     """Shapes, types and ranges of an objective's arguments; unless the task reads the targets its own way."""
-    m = members(logits)
-    if isinstance(overlap, bool) or not isinstance(overlap, Integral):
-        raise TypeError(f"overlap must be an integer. Got {kind(overlap)}.")
-    if not 1 <= overlap <= m:
-        raise ValueError(f"overlap must be between 1 and {m} (the number of members). Got {overlap}.")
+    overlaps(overlap, members(logits))
     if not isinstance(beta, Real):
         raise TypeError(f"beta must be a number. Got {kind(beta)}.")
     if not 0 <= beta < math.inf:
@@ -66,6 +62,27 @@ def objective(
             f"targets must have shape {expected} for logits of shape {tuple(logits.shape)}. "
             f"Got {tuple(targets.shape)}."
         )
+
+
+def overlaps(overlap: int | Tensor, m: int) -> None:
+    """The overlap must be between 1 and the number of members; a tensor () is not read."""
+    if isinstance(overlap, Tensor) and overlap.ndim == 0:
+        return
+    if isinstance(overlap, bool) or not isinstance(overlap, Integral):
+        raise TypeError(f"overlap must be an integer. Got {kind(overlap)}.")
+    if not 1 <= overlap <= m:
+        raise ValueError(f"overlap must be between 1 and {m} (the number of members). Got {overlap}.")
+
+
+def losses(values: Tensor, scores: Tensor | None = None) -> None:
+    """Losses must be (M, B) or (M, B, T); scores, if any, (M, B)."""
+    if not isinstance(values, Tensor) or not values.is_floating_point() or values.ndim not in (2, 3):
+        raise TypeError(
+            "losses must be a floating-point tensor (members, batch) or (members, batch, targets). Got "
+            f"{kind(values)}; reduce the loss of each hypothesis to one number per example."
+        )
+    if scores is not None and (not isinstance(scores, Tensor) or scores.shape != values.shape[:2]):
+        raise ValueError(f"scores must have shape {tuple(values.shape[:2])}. Got {kind(scores)}.")
 
 
 def labels(drawn: Tensor, logits: Tensor) -> None:

@@ -1,6 +1,10 @@
-"""The objectives of the paper: IE, MCL and CMCL are one formula (section 3, Algorithm 1).
+"""The objectives: IE, MCL and CMCL are one formula (section 3, Algorithm 1), and so are their successors.
 
-M members, B batch, C classes, S samples, K overlap. Logits are (M, B, C), or dense (M, B, C, H, W).
+    loss = mean_i sum_m  q_mi * task_mi + beta * (1 - q_mi) * KL_mi
+
+`assign` chooses the weights q: 1 for the K specialists of an example and 0 for the others in the paper.
+
+M members, B batch, C classes, S samples, K overlap, T targets. Logits: (M, B, C), or dense (M, B, C, H, W).
 """
 
 import math
@@ -14,6 +18,9 @@ from torch import Tensor
 from . import _checks
 
 TaskLoss = Callable[[Tensor, Tensor], Tensor]  # one member's logits (B, C, ...), targets -> (B, ...)
+Rule = str | Callable[[Tensor], Tensor]  # "hard", "relaxed", "annealed"; or losses (M, B) -> weights (M, B)
+Scalar = float | Tensor  # a tensor () can follow a schedule inside a CUDA graph
+RULES = ("hard", "relaxed", "annealed")
 
 
 class OracleLoss(NamedTuple):
@@ -22,7 +29,8 @@ class OracleLoss(NamedTuple):
     total: Tensor  # ()      sum over members, mean over the batch
     assignment: Tensor  # (M, B) v of eq. 3: True where a member is a specialist for an example
     task: Tensor  # (M, B)  task loss, pixel mean if dense; with gradients
-    kl: Tensor  # (M, B)    exact KL(U || P), pixel mean if dense; with gradients
+    kl: Tensor  # (M, B)    exact KL(U || P), or KL(teacher || P); pixel mean if dense; with gradients
+    weights: Tensor  # (M, B) q, the weight of the task loss; the assignment itself under the hard rule
 
     def backward(self) -> None:
         """Call `total.backward()`."""
@@ -34,9 +42,14 @@ def confident_oracle_loss(
     targets: Tensor,
     *,
     beta: float = 0.75,
-    overlap: int = 1,
+    overlap: int | Tensor = 1,
     labels: str | Tensor = "exact",
     samples: int = 1,
+    rule: Rule = "hard",
+    epsilon: Scalar = 0.05,
+    temperature: Scalar = 1.0,
+    others: str | Tensor = "uniform",
+    teacher_temperature: float = 1.0,
     task: TaskLoss | None = None,
     ignore_index: int | None = None,
     generator: torch.Generator | None = None,
@@ -56,6 +69,10 @@ def confident_oracle_loss(
         labels: "exact" for the KL itself (version 0 of Algorithm 1); "sampled" for stochastic labels
             (version 1, section 4.2); or the drawn labels themselves, (S, M, B) or (S, M, B, H, W).
         samples: S, random labels per member and example with labels="sampled".
+        rule, epsilon, temperature: how examples are assigned, see `assign`.
+        others: what non-specialists learn: "uniform" (CMCL), "none" (MCL), or teacher logits of the shape of
+            `logits`, such as those of each member's own earlier weights (MCL-KD): then `kl` is
+            KL(teacher || P) at `teacher_temperature`, times its square.
         task: `task(member_logits, targets)` returns unreduced values, (B,) or (B, H, W). The default
             is cross-entropy; class weights, label smoothing and soft targets come this way.
         ignore_index: pixels (or examples) with this target count 0. The mean stays over the whole batch.
@@ -64,6 +81,7 @@ def confident_oracle_loss(
     Returns:
         An `OracleLoss`. `task` and `kl` are exact whatever `labels` says: only `total` is sampled.
     """
+    beta = 0.0 if isinstance(others, str) and others == "none" else beta
     own_task = task is not None and ignore_index is None  # only the task knows what its targets mean
     _checks.objective(logits, targets, beta, overlap, samples, own_task=own_task)
     _checks.ignorable(ignore_index, targets)
@@ -75,20 +93,27 @@ def confident_oracle_loss(
         targets = targets.where(counted, 0)  # any class: its value is not counted
 
     log_p = logits.log_softmax(2)  # (M, B, C, ...)
-    kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
+    if isinstance(others, Tensor):
+        kl = _distillation(logits, others, teacher_temperature)  # (M, B, ...): KL(teacher || P)
+    else:
+        _checks.choice("others", others, ("uniform", "none"))
+        kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
     if task is None:  # all members at once
         every = targets.expand(len(logits), *targets.shape).flatten(0, 1)  # (M * B, ...)
         values = _cross_entropy(logits.flatten(0, 1), every).unflatten(0, logits.shape[:2])  # (M, B, ...)
     else:
         values = torch.stack([_checks.unreduced(task(z, targets), z[:, 0]) for z in logits])
     drawn = _draw(labels, log_p, samples, generator)  # (S, M, B, ...), or None
+    if drawn is not None and isinstance(others, Tensor):
+        raise ValueError('labels must be "exact" if others are teacher logits. Got sampled labels.')
     penalty = kl if drawn is None else _sampled_kl(log_p, drawn)  # (M, B, ...)
 
     values, kl, penalty = (_per_example(value, counted) for value in (values, kl, penalty))  # (M, B)
     # The exact KL, even with sampled labels: the assignment must not be noisy.
-    v = specialists((values - _times(beta, kl)).detach(), overlap)
-    total = torch.where(v, values, _times(beta, penalty)).sum(0).mean()
-    return OracleLoss(total, v, values, kl)
+    scores = (values - _times(beta, kl)).detach()
+    q = assign(scores, overlap=overlap, rule=rule, epsilon=epsilon, temperature=temperature)
+    total = (_times(q, values) + _times(beta * (1 - q), penalty)).sum(0).mean()
+    return OracleLoss(total, specialists(scores, overlap), values, kl, q)
 
 
 def independent_loss(
@@ -113,7 +138,98 @@ def oracle_loss(
     )
 
 
-def specialists(scores: Tensor, overlap: int) -> Tensor:
+class WinnerTakesAll(NamedTuple):
+    """A winner-takes-all loss, and the values it is made of."""
+
+    total: Tensor  # ()             task + score
+    assignment: Tensor  # (M, B, ...) True for the K best hypotheses of an example, or of each target
+    task: Tensor  # ()              weighted losses: sum over hypotheses, mean over the rest
+    score: Tensor  # ()             cross-entropy between scores and winners; 0 without scores
+
+    def backward(self) -> None:
+        """Call `total.backward()`."""
+        self.total.backward()
+
+
+def winner_takes_all(
+    losses: Tensor,
+    *,
+    overlap: int | Tensor = 1,
+    rule: Rule = "hard",
+    epsilon: Scalar = 0.05,
+    temperature: Scalar = 1.0,
+    scores: Tensor | None = None,
+) -> WinnerTakesAll:
+    """The winner-takes-all loss for any output: regression, trajectories, sequences.
+
+    Args:
+        losses: (M, B), the unreduced loss of each hypothesis; or (M, B, T) for T targets of an example, each
+            of which trains its nearest hypothesis.
+        overlap, rule, epsilon, temperature: how examples are assigned, see `assign`.
+        scores: (M, B) logits. They learn by cross-entropy which hypothesis wins, so that
+            `scores.softmax(0)` are the probabilities of the hypotheses (resilient MCL).
+    """
+    _checks.losses(losses, scores)
+    _checks.overlaps(overlap, len(losses))
+    q = assign(losses, overlap=overlap, rule=rule, epsilon=epsilon, temperature=temperature)
+    task = _times(q, losses).sum(0).mean()
+    v = specialists(losses.detach(), overlap)
+    score = task.new_zeros(())
+    if scores is not None:
+        wins = v.reshape(*v.shape[:2], -1).double().mean(2)  # (M, B): fraction of the targets won
+        score = F.cross_entropy(scores.T, (wins / wins.sum(0)).to(scores.dtype).T)
+    return WinnerTakesAll(task + score, v, task, score)
+
+
+def assign(
+    losses: Tensor,
+    *,
+    overlap: int | Tensor = 1,
+    rule: Rule = "hard",
+    epsilon: Scalar = 0.05,
+    temperature: Scalar = 1.0,
+) -> Tensor:
+    """Weights q (M, B), detached: how much each member learns each example.
+
+    "hard" (the paper): 1 for the K members with the smallest loss, 0 for the others.
+    "relaxed" (Rupprecht et al. 2017): 1 - epsilon for those K; the others share K * epsilon equally.
+    "annealed" (Perera et al. 2024): softmin of losses / temperature over the members, K = 1.
+
+    Overlap, epsilon and temperature may be tensors (): an overlap that falls from M to its value is evolving
+    winner-takes-all (Makansi et al. 2019), a temperature that falls to 0 is annealed MCL.
+
+    Args:
+        losses: (M, B), or (M, B, ...).
+        overlap: K. Ties go to the lowest member index.
+        rule: one of the names above, or a function from losses (M, B) to weights of the same shape.
+        epsilon: of the relaxed rule.
+        temperature: of the annealed rule.
+    """
+    losses = losses.detach()
+    if callable(rule):
+        weights = rule(losses).detach()
+        if weights.shape != losses.shape:
+            raise ValueError(
+                f"rule must return weights of shape {tuple(losses.shape)}. Got {tuple(weights.shape)}."
+            )
+        return weights
+    _checks.choice("rule", rule, RULES)
+    if rule == "annealed":
+        if not isinstance(overlap, Tensor) and overlap != 1:
+            raise ValueError(f"overlap must be 1 with rule='annealed'. Got {overlap}.")
+        if not isinstance(temperature, Tensor) and not temperature > 0:
+            raise ValueError(f"temperature must be above 0; use rule='hard' for 0. Got {temperature}.")
+        return (-losses / temperature).softmax(0)
+    v = specialists(losses, overlap)
+    if rule == "hard":
+        return v.to(losses.dtype)
+    k = torch.as_tensor(overlap, dtype=losses.dtype)
+    rest = len(losses) - k  # without others, the K = M members keep all of the weight
+    best, other = 1 - epsilon * (rest > 0), k * epsilon / rest.clamp(min=1)
+    return torch.where(v, best, other).to(losses.dtype)
+
+
+def specialists(scores: Tensor, overlap: int | Tensor) -> Tensor:
     """The assignment v (M, B) that minimises eq. 3: the K smallest scores task - beta * KL per example."""
     ranks = scores.argsort(dim=0, stable=True).argsort(dim=0)  # stable: ties go to the lowest member index
     return ranks < overlap
@@ -123,8 +239,23 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.long(), reduction="none")
 
 
-def _times(beta: float, values: Tensor) -> Tensor:
-    return beta * values if beta else torch.zeros_like(values)  # 0 * inf, of a masked class, is NaN
+def _times(weights: Scalar, values: Tensor) -> Tensor:
+    """weights * values, and 0 where a weight is 0: 0 * inf, of a masked class, would be NaN."""
+    if isinstance(weights, Tensor):
+        return torch.where(weights != 0, weights * values, 0)
+    return weights * values if weights else torch.zeros_like(values)
+
+
+def _distillation(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """KL(teacher || P) at a temperature, times its square (Hinton et al. 2015): (M, B, ...)."""
+    if teacher.shape != logits.shape:
+        raise ValueError(
+            f"others must have the shape of logits, {tuple(logits.shape)}. Got {tuple(teacher.shape)}."
+        )
+    if not temperature > 0:
+        raise ValueError(f"teacher_temperature must be above 0. Got {temperature}.")
+    ours, theirs = ((z / temperature).log_softmax(2) for z in (logits, teacher.detach().to(logits.dtype)))
+    return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(2) * temperature**2
 
 
 def _draw(
