@@ -83,11 +83,12 @@ def jitter(images: Tensor, strength: float) -> Tensor:
     """Scale the contrast of each image, and shift its brightness, by up to `strength`."""
     scale, shift = strength * (2 * torch.rand(2, len(images), 1, 1, 1, device=images.device) - 1)
     mean = images.mean((1, 2, 3), keepdim=True)
-    return (images - mean) * (1 + scale.to(images.dtype)) + mean + shift.to(images.dtype)
+    changed: Tensor = (images - mean) * (1 + scale.to(images.dtype)) + mean + shift.to(images.dtype)
+    return changed
 
 
 def mix(images: Tensor, targets: Tensor, how: Augment) -> Batch:
-    """Mix each example with the next: mixup (a weighted mean), cutmix (a square), or one of them by chance."""
+    """Mix each example with the next: mixup (a weighted mean), cutmix (a square), or either by chance."""
     pair = images, images.roll(1, 0), targets, targets.roll(1, 0)
     if not how.cutmix:
         return _mixup(*pair, how.mixup)
@@ -116,7 +117,8 @@ def _square(images: Tensor, side: Tensor) -> Tensor:
     half = side[:, None] / 2
     rows = ((torch.arange(height, device=images.device) + 0.5 - y * height).abs() < half)[:, :, None]
     columns = ((torch.arange(width, device=images.device) + 0.5 - x * width).abs() < half)[:, None, :]
-    return (rows & columns)[:, None]
+    inside: Tensor = (rows & columns)[:, None]
+    return inside
 
 
 def _coin(images: Tensor) -> Tensor:

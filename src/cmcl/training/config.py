@@ -160,7 +160,8 @@ class Recipe:
 
     def temperature_at(self, step: int, steps: int) -> float:
         """The temperature of the annealed rule at a step: it falls exponentially to a thousandth."""
-        return self.temperature * 1e-3 ** (step / steps)
+        temperature: float = self.temperature * 1e-3 ** (step / steps)
+        return temperature
 
     def total_steps(self, examples: int, batch_size: int | None = None) -> int:
         """Steps of the whole run on so many training examples; a DataLoader has a batch size of its own."""

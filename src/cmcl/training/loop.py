@@ -88,13 +88,15 @@ def fit(
     options = options or Options()
     if resume and out is None:
         raise ValueError("out must name the folder of the run to resume. Got None.")
-    checks: dict[str, Any] = {
-        "task": task,
-        "ignore_index": ignore_index,
-        "augment": augment,
-        "options": options,
-    }
-    plan = preflight(ensemble, train, test, recipe=recipe, seed=seed, **checks)  # raises, and changes nothing
+    plan = preflight(  # raises, and changes nothing
+        *(ensemble, train, test),
+        recipe=recipe,
+        seed=seed,
+        task=task,
+        ignore_index=ignore_index,
+        augment=augment,
+        options=options,
+    )
     recipe, rows = plan.recipe, []
     with execution(options, plan.seed), RunFolder(out, options) as folder:
         with _on_device(ensemble, plan.device):

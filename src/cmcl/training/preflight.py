@@ -75,7 +75,7 @@ def preflight(
     seed: int,
     task: TaskLoss | None,
     ignore_index: int | str | None,
-    augment: Augmentation | None,
+    augment: Augmentation | None = None,
     options: Options,
 ) -> Plan:
     """Check everything that can be checked before training; raises, and changes nothing."""
@@ -296,7 +296,7 @@ def _by_class(
     return task is None or known
 
 
-def task_name(task: TaskLoss | None) -> str | None:
+def task_name(task: Callable[..., Any] | None) -> str | None:
     """Enough of a function to notice another one; a partial's tensors, such as class weights, by shape."""
     if isinstance(task, partial):
         given = [*map(_shape, task.args), {name: _shape(value) for name, value in task.keywords.items()}]
