@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from .. import _checks
 from ..data.dataset import Dataset, split_validation, stratified_subset, tensor_checksum
+from .augment import flip
 
 Data = Dataset | tuple[Tensor, Tensor] | DataLoader[Any]
 Batch = tuple[Tensor, Tensor]  # images (B, ...), targets (B, ...)
@@ -48,10 +49,19 @@ class Resident:
 
     Example j of the endless stream is `permutation(j // N)[j % N]`. The batch of a step is gathered on the
     device, by a counter that is there as well, so that a CUDA graph can hold it.
+
+    With `alternating`, every image is mirrored in every other epoch; half of them begin mirrored.
     """
 
     def __init__(
-        self, images: Tensor, targets: Tensor, batch_size: int, seed: int, device: torch.device
+        self,
+        images: Tensor,
+        targets: Tensor,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        *,
+        alternating: bool = False,
     ) -> None:
         self.images, self.targets = images.to(device), targets.to(device)
         self.examples, self.seed = len(images), seed
@@ -62,6 +72,7 @@ class Resident:
         rows = self.examples // self.batch_size + 1  # the most steps that can start in one epoch
         self._order = torch.zeros(rows, self.batch_size, dtype=torch.long, device=device)
         self._row = torch.zeros(1, dtype=torch.long, device=device)
+        self._mirrored = torch.zeros_like(self._order, dtype=torch.bool) if alternating else None
 
     def steps(self, epoch: int) -> range:
         """The steps whose batch begins in this epoch."""
@@ -85,12 +96,19 @@ class Resident:
         order = torch.cat([permutation(self.examples, self.seed, e) for e in (epoch, epoch + 1)])
         part = order[start : start + len(steps) * self.batch_size]
         self._order[: len(steps)].copy_(part.reshape(len(steps), -1))
+        if self._mirrored is not None:
+            first = torch.Generator().manual_seed(epoch_seed(self.seed, -2))
+            mirrored = torch.randint(2, (self.examples,), generator=first)[order]
+            mirrored += torch.tensor([epoch, epoch + 1]).repeat_interleave(self.examples)
+            part = mirrored[start : start + len(steps) * self.batch_size] % 2 == 1
+            self._mirrored[: len(steps)].copy_(part.reshape(len(steps), -1))
         self._row.fill_(step - steps.start)
 
     def current(self) -> Batch:
         """Images (B, ...) and targets (B, ...) of the current step, gathered on the device."""
         index = self._order.index_select(0, self._row)[0]  # (B,)
-        return self.images.index_select(0, index), self.targets.index_select(0, index)
+        batch = self.images.index_select(0, index), self.targets.index_select(0, index)
+        return batch if self._mirrored is None else flip(*batch, self._mirrored.index_select(0, self._row)[0])
 
     def advance(self) -> None:
         """Go to the next step, on the device."""

@@ -336,6 +336,8 @@ def _tensors(state: TrainState) -> dict[str, Tensor]:
     named |= {f"monitor.{i}": tensor for i, tensor in enumerate(state.monitor.tensors())}
     for i, moments in enumerate(state.optimizer.state.values()):
         named |= {f"optimizer.{i}.{key}": tensor for key, tensor in moments.items()}
+    if state.average is not None:
+        named |= {f"average.{i}": tensor for i, tensor in enumerate(state.average.values)}
     named["random.cpu"] = state.random
     if state.device.type == "cuda":
         named[CUDA_RANDOM] = torch.cuda.get_rng_state()

@@ -17,13 +17,32 @@ from pydantic.dataclasses import dataclass
 
 from .._schema import explains_errors
 
-SCHEMA = 2  # of `Recipe`; raise it when a field is added, removed or changes its meaning
+SCHEMA = 3  # of `Recipe`; raise it when a field is added, removed or changes its meaning
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=1, le=2**53)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+@explains_errors
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Augment:
+    """Augmentation of training images, on the training device; all members see the same batch.
+
+    Images must be standardised (mean 0), as `fit` does. Masks of segmentation move with their images.
+    """
+
+    flip: bool | Literal["alternating"] = False  # horizontal; "alternating": every example every other epoch
+    crop: Annotated[int, Field(ge=0)] = 0  # shift by up to so many pixels, with reflected borders
+    cutout: Annotated[int, Field(ge=0)] = 0  # side of a square that is set to 0
+    jitter: Probability = 0.0  # of brightness and contrast
+    mixup: NotNegative = 0.0  # alpha of its Beta distribution; 0: off
+    cutmix: NotNegative = 0.0  # likewise; if both are on, each example gets one of them
+
+    def __bool__(self) -> bool:
+        return self != Augment()
 
 
 @explains_errors
@@ -48,6 +67,10 @@ class Recipe:
     samples: Count = 1  # S, random labels per member and example
     sharing: bool | None = None  # of features, after the stem; None: as the caller's ensemble was built
     share_prob: Probability = 0.7
+    rule: Literal["hard", "relaxed", "annealed"] = "hard"  # how examples are assigned, see `cmcl.assign`
+    epsilon: Probability = 0.05  # of the relaxed rule
+    temperature: Positive = 1.0  # of the annealed rule, at the start; it falls to a thousandth of that
+    evolve: Probability = 0.0  # fraction of the run in which the overlap falls from M to its value
     warm_start: Annotated[int, Field(ge=0)] = 0  # epochs of IE before the method
     adversarial: NotNegative = 0.0  # step of the fast gradient sign, a fraction of each input value's range
 
@@ -57,6 +80,8 @@ class Recipe:
     accumulate: Count = 1  # parts that a batch is computed in, to save memory
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: Positive = 0.1
+    schedule: Literal["constant", "cosine", "linear"] = "constant"  # of lr, falling to 0 at the end
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of the run in which lr rises from 0
     momentum: NotNegative = 0.9
     nesterov: bool = False
     weight_decay: NotNegative = 0.0  # on the weights of convolutions and linear layers only
@@ -65,6 +90,9 @@ class Recipe:
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0  # lr decays exponentially by this factor...
     decay_steps: Count | None = None  # ...every so many steps; None: by the end
     clip_norm: Positive | None = None  # largest norm of the ensemble's gradient
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    augment: Augment = field(default_factory=Augment)
+    ema: Probability = 0.0  # average weights over this fraction of the run (exponential); 0: off
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of the training set that is held out
 
     @field_validator("*", mode="before")
@@ -74,6 +102,12 @@ class Recipe:
         if isinstance(value, Real) and not isinstance(value, int | float):
             return int(value) if isinstance(value, Integral) else float(value)
         return value
+
+    @field_validator("augment", mode="before")
+    @classmethod
+    def _to_augment(cls, value: Any) -> Any:
+        """Accept the object of JSON."""
+        return Augment(**value) if isinstance(value, Mapping) else value
 
     @field_validator("milestones", mode="before")
     @classmethod
@@ -98,6 +132,11 @@ class Recipe:
         lengths = (self.epochs, self.steps)
         _must(lengths.count(None) == 1, "give either epochs or steps", lengths)
         _must(not (self.adversarial and self.sharing), "adversarial training must not share features", "both")
+        _must(
+            self.rule != "annealed" or self.overlap == 1,
+            "overlap must be 1 with rule='annealed'",
+            self.overlap,
+        )
         _must(_is_json(self.network_options), "network_options must be JSON values", self.network_options)
 
     @property
@@ -108,7 +147,21 @@ class Recipe:
             "overlap": self.members if self.method == "ie" else self.overlap,
             "labels": self.labels if self.method == "cmcl" else "exact",
             "samples": self.samples,
+            "rule": "hard" if self.method == "ie" else self.rule,
+            "epsilon": self.epsilon,
         }
+
+    def overlap_at(self, step: int, steps: int) -> int:
+        """K at a step of a run of `steps`: evolving winner-takes-all lets it fall from M."""
+        overlap: int = self.objective["overlap"]
+        if step >= self.evolve * steps:
+            return overlap
+        return round(self.members - (self.members - overlap) * step / (self.evolve * steps))
+
+    def temperature_at(self, step: int, steps: int) -> float:
+        """The temperature of the annealed rule at a step: it falls exponentially to a thousandth."""
+        temperature: float = self.temperature * 1e-3 ** (step / steps)
+        return temperature
 
     def total_steps(self, examples: int, batch_size: int | None = None) -> int:
         """Steps of the whole run on so many training examples; a DataLoader has a batch size of its own."""
@@ -121,6 +174,12 @@ class Recipe:
     def lr_at(self, step: int, steps: int) -> float:
         """The learning rate at a step of a run of `steps`."""
         lr: float = self.lr * self.decay ** (step / (self.decay_steps or steps))
+        rise = self.warmup * steps
+        if step < rise:
+            lr *= (step + 1) / (rise + 1)
+        elif self.schedule != "constant":
+            done = (step - rise) / (steps - rise)
+            lr *= 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         for when, factor in self.milestones:
             if step >= (when if when >= 1 else round(when * steps, 6)):  # 0.55 * 100 is above 55
                 lr *= factor

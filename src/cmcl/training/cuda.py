@@ -37,6 +37,13 @@ def find_device(name: str) -> torch.device:
     return device
 
 
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch draws from on a device if none is named."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
 @contextmanager
 def execution(options: Options, seed: int) -> Iterator[None]:
     """Seeded generators, kernels fast or deterministic; torch's global settings are restored afterwards."""

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from .._messages import warn
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
+from .augment import Augmentation
 from .batches import Batches, Data, Resident
 from .checkpoint import RunFolder
 from .config import Options, Recipe, check_seed
 from .cuda import Captured, captured, execution, use_compiler
-from .optim import set_lr
 from .preflight import AUTO, Plan, preflight, task_name
 from .progress import Progress
 from .scoring import evaluate
@@ -59,6 +59,7 @@ def fit(
     test: Data | None = None,
     task: TaskLoss | None = None,
     ignore_index: int | str | None = AUTO,
+    augment: Augmentation | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     options: Options | None = None,
@@ -78,6 +79,8 @@ def fit(
         test: data for the scores at the end.
         task: the loss of a specialist, as for `confident_oracle_loss`: class weights, label smoothing.
         ignore_index: a target that is not counted. "auto": 255 of pixels, where it cannot be a class.
+        augment: a function (images, targets, generator) -> (images, targets), applied to each batch on the
+            training device before `recipe.augment`; draw from the generator to resume exactly.
         out: run folder, for telemetry and checkpoints. None: nothing is written.
         resume: resume from the folder's last checkpoint.
         options: how the run is carried out.
@@ -85,8 +88,15 @@ def fit(
     options = options or Options()
     if resume and out is None:
         raise ValueError("out must name the folder of the run to resume. Got None.")
-    checks: dict[str, Any] = {"task": task, "ignore_index": ignore_index, "options": options}
-    plan = preflight(ensemble, train, test, recipe=recipe, seed=seed, **checks)  # raises, and changes nothing
+    plan = preflight(  # raises, and changes nothing
+        *(ensemble, train, test),
+        recipe=recipe,
+        seed=seed,
+        task=task,
+        ignore_index=ignore_index,
+        augment=augment,
+        options=options,
+    )
     recipe, rows = plan.recipe, []
     with execution(options, plan.seed), RunFolder(out, options) as folder:
         with _on_device(ensemble, plan.device):
@@ -94,7 +104,9 @@ def fit(
             steps = recipe.total_steps(batches.examples, batches.batch_size)
             epochs = batches.epoch_of(steps - 1) + 1
             state = TrainState(ensemble, recipe, plan.seed, plan.monitored_classes, steps)
-            folder.restore(state, resume, task=task_name(task), data=_describe(plan, batches, ignore_index))
+            folder.restore(
+                state, resume, task=task_name(task), data=_describe(plan, batches, ignore_index, augment)
+            )
             ensemble.transform, ensemble.classes = plan.transform, plan.classes
         if recipe.method != "ie" and recipe.warm_start >= epochs:
             warn(
@@ -112,8 +124,7 @@ def fit(
                 began, images, own = time.perf_counter(), 0, batches.steps(epoch)
                 todo = range(state.step, min(own.stop, steps))
                 for size in folder.until_stopped(batches.epoch(epoch, todo), state):
-                    lr = recipe.lr_at(state.step, steps)
-                    set_lr(state.optimizer, lr)
+                    lr = state.follow_schedules()
                     step()
                     state.step += 1
                     images += size
@@ -132,11 +143,14 @@ def fit(
                     every = options.evaluate_every
                     due = state.step == steps or (every and (epoch + 1) % every == 0)
                     if due and plan.validation is not None:
-                        row |= _scores(ensemble, plan.validation, options, ignore_index)
+                        with state.averaged():
+                            row |= _scores(ensemble, plan.validation, options, ignore_index)
                 rows.append(row)
                 progress.log(row if folder.path else row | {"seed": None})
                 folder.save_if_due(state)
         seconds = folder.seconds()
+        if state.average is not None:
+            state.average.swap()
         ensemble.eval()
         scores = None if plan.test is None else _scores(ensemble, plan.test, options, ignore_index)
     return Result(
@@ -170,14 +184,19 @@ def _make_step(state: TrainState, batches: Batches, plan: Plan, epoch: int) -> S
     recipe, options, cuda = plan.recipe, plan.options, plan.device.type == "cuda"
     state.optimizer.zero_grad(set_to_none=True)  # gradients of an earlier graph keep its memory
     objective = recipe.objective | {"task": plan.task, "ignore_index": plan.ignore_index}
+    if state.overlap is not None:
+        objective["overlap"] = state.overlap
+    if state.temperature is not None:
+        objective["temperature"] = state.temperature
     if epoch < recipe.warm_start:  # as an independent ensemble
-        objective |= {"overlap": recipe.members, "labels": "exact"}
+        objective |= {"overlap": recipe.members, "labels": "exact", "rule": "hard"}
     precision = options.precision if options.precision != "auto" else "bf16" if cuda else "float32"
     how: dict[str, Any] = {"objective": objective, "precision": precision, "compile": use_compiler(options)}
+    how["augment"] = plan.augment
     if not cuda or options.capture is False or not isinstance(batches, Resident):
         return Step(state, batches, **how)
     step = Step(state, batches, **how, streams=True)
-    set_lr(state.optimizer, recipe.lr_at(state.step, state.steps))
+    state.follow_schedules()
     batches.seek(epoch, state.step)
     return captured(step)
 
@@ -189,9 +208,11 @@ def _scores(
         return evaluate(ensemble, data, batch_size=options.evaluation_batch, ignore_index=ignore_index)
 
 
-def _describe(plan: Plan, batches: Batches, ignore_index: int | str | None) -> str:
+def _describe(
+    plan: Plan, batches: Batches, ignore_index: int | str | None, augment: Augmentation | None
+) -> str:
     """The training data in words, to notice if a run is resumed with others."""
-    text = batches.description
+    text = batches.description + (f", augmented by {task_name(augment)}" if augment else "")
     if plan.transform is not None and plan.transform.is_fitted:
         text += f", transformed by {plan.transform.checksum[:12]}"
     return text if ignore_index == AUTO else f"{text}, without {ignore_index}"

@@ -1,13 +1,17 @@
 """The recipe's optimizer, made so that a CUDA graph can hold its step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..ensemble import Ensemble
 from .config import Recipe
+from .cuda import copy_all
 
 
 def make_optimizer(ensemble: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
@@ -39,6 +43,44 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
+
+
+class WeightAverage:
+    """The exponential moving average of an ensemble's weights and running statistics.
+
+    Args:
+        ensemble: its values now are the first average.
+        steps: the average is over about this number of steps.
+    """
+
+    def __init__(self, ensemble: Ensemble, steps: float) -> None:
+        self.ensemble = ensemble
+        self.values = [tensor.detach().clone() for tensor in self._tensors()]
+        self._average: Any = get_ema_multi_avg_fn(1 - 1 / max(steps, 1.0))
+
+    def update(self) -> None:
+        """Add the weights after a step; on the device."""
+        self._average(self.values, self._tensors(), None)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the ensemble's weights and their averages."""
+        now = [tensor.clone() for tensor in self._tensors()]
+        copy_all(self._tensors(), self.values)
+        copy_all(self.values, now)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """The ensemble with the averages for the time of a block."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    def _tensors(self) -> list[Tensor]:
+        both = (*self.ensemble.parameters(), *self.ensemble.buffers())
+        return [tensor.detach() for tensor in both if tensor.is_floating_point()]
 
 
 def _behind_weight(layer: nn.Module) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
@@ -21,6 +22,7 @@ from ..data.dataset import Dataset, default_ignore_index, not_ignored
 from ..data.transforms import MeanStd, Transform
 from ..ensemble import Ensemble, in_eval
 from ..objectives import TaskLoss, independent_loss
+from .augment import Augmentation, augmented
 from .batches import Batch, Batches, Data, Loaded, Resident, first_batch, hold_out, subset, tensors
 from .config import Options, Recipe, check_seed
 from .cuda import find_device
@@ -46,6 +48,7 @@ class Plan:
     ignore_index: int | None
     check_targets: Callable[[Tensor], None]  # of a DataLoader's later batches
     frozen: list[nn.Module]  # modules that the user set to eval mode
+    augment: Augmentation | None
 
     def batches(self) -> Batches:
         """The batches of the run, on the device."""
@@ -53,7 +56,8 @@ class Plan:
         if isinstance(self.train, DataLoader):
             return Loaded(self.train, self.seed, self.device, apply, self.check_targets)
         images, targets = tensors(self.train)
-        return Resident(apply(images), targets, self.recipe.batch_size, self.seed, self.device)
+        size, alternating = self.recipe.batch_size, self.recipe.augment.flip == "alternating"
+        return Resident(apply(images), targets, size, self.seed, self.device, alternating=alternating)
 
     def train_mode(self, ensemble: Ensemble) -> None:
         """Train mode, except for modules that the user froze by `.eval()`."""
@@ -71,6 +75,7 @@ def preflight(
     seed: int,
     task: TaskLoss | None,
     ignore_index: int | str | None,
+    augment: Augmentation | None = None,
     options: Options,
 ) -> Plan:
     """Check everything that can be checked before training; raises, and changes nothing."""
@@ -102,6 +107,7 @@ def preflight(
         two = targets[:2] if task else torch.zeros_like(targets[:2])
         independent_loss(logits, two.to(logits.device), task=task, ignore_index=not_counted)
     check_targets(targets)
+    task, augment = _recipe_task(recipe, task), _augmentation(recipe, train, augment, images, targets, logits)
     frozen = [part for m in ensemble.members if m.training for part in m.modules() if not part.training]
     _check_batch_norm(ensemble, frozen, train, recipe, inputs_of(transform, images[:1]))
     for name, scored in (("the held-out part of train", held_out), ("test", test)):
@@ -122,6 +128,7 @@ def preflight(
         ignore_index=not_counted,
         check_targets=check_targets,
         frozen=frozen,
+        augment=augment,
     )
 
 
@@ -239,6 +246,41 @@ def _check_targets(classes: int | None, ignore_index: int | None, targets: Tenso
         _checks.label_range(targets, classes, ignore_index)
 
 
+def _recipe_task(recipe: Recipe, task: TaskLoss | None) -> TaskLoss | None:
+    """The task loss; for label smoothing and mixed labels, a cross-entropy that takes probabilities."""
+    if not (recipe.label_smoothing or recipe.augment.mixup or recipe.augment.cutmix):
+        return task
+    if task is not None:
+        raise ValueError(
+            "task must be None with label_smoothing, mixup or cutmix. Got a function; do it there."
+        )
+    return partial(F.cross_entropy, reduction="none", label_smoothing=recipe.label_smoothing)
+
+
+def _augmentation(
+    recipe: Recipe,
+    train: Data,
+    own: Augmentation | None,
+    images: Tensor,
+    targets: Tensor,
+    logits: Tensor,
+) -> Augmentation | None:
+    """The user's own augmentation and that of the recipe; None: there is neither."""
+    how = recipe.augment
+    if how and images.ndim != 4:
+        raise ValueError(
+            f"images must be (N, C, H, W) for recipe.augment. Got {tuple(images.shape)}; pass augment=, a "
+            "function of yours, for other inputs."
+        )
+    if how.flip == "alternating" and isinstance(train, DataLoader):
+        raise TypeError("flip='alternating' needs tensors or a Dataset. Got a DataLoader; use flip=True.")
+    if how and 2 * max(how.crop, how.cutout // 2) >= min(images.shape[-2:]):
+        raise ValueError(f"crop and cutout must be smaller than half an image. Got {how}.")
+    if (how.mixup or how.cutmix) and (targets.ndim > 1 or targets.is_floating_point()):
+        raise ValueError("mixup and cutmix need one class per image. Got other targets.")
+    return augmented(how, logits.shape[2], own) if how or own else None
+
+
 def _class_names(train: Dataset) -> tuple[str, ...] | None:
     names = tuple(map(str, train.classes))
     return None if names == tuple(map(str, range(len(names)))) else names  # numbers are no names
@@ -254,7 +296,7 @@ def _by_class(
     return task is None or known
 
 
-def task_name(task: TaskLoss | None) -> str | None:
+def task_name(task: Callable[..., Any] | None) -> str | None:
     """Enough of a function to notice another one; a partial's tensors, such as class weights, by shape."""
     if isinstance(task, partial):
         given = [*map(_shape, task.args), {name: _shape(value) for name, value in task.keywords.items()}]

@@ -6,7 +6,7 @@ of it in a graph, with a stream per member, and replays that. M members, B batch
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from .. import _checks
 from ..ensemble import Ensemble
 from ..objectives import OracleLoss, confident_oracle_loss, independent_loss
+from .augment import Augmentation
 from .batches import Batches, Resident, epoch_seed
 from .config import Recipe
-from .cuda import Compiler, Runner, copy_all
+from .cuda import Compiler, Runner, copy_all, default_generator
 from .monitor import Monitor
-from .optim import make_optimizer
+from .optim import WeightAverage, make_optimizer, set_lr
 
 
 class Diverged(RuntimeError):
@@ -46,6 +47,24 @@ class TrainState:
         # of masks, labels and dropout on the CPU; on CUDA they come from the device's generator
         self.random = torch.Generator().manual_seed(epoch_seed(seed, -1)).get_state()
         self.step = 0
+        self.average = WeightAverage(ensemble, recipe.ema * steps) if recipe.ema else None
+        # what changes during the run, in tensors: a captured step reads them
+        self.overlap = torch.tensor(recipe.members, device=self.device) if recipe.evolve else None
+        self.temperature = torch.ones((), device=self.device) if recipe.rule == "annealed" else None
+
+    def follow_schedules(self) -> float:
+        """Set learning rate, overlap and temperature to their values at this step; returns the first."""
+        lr = self.recipe.lr_at(self.step, self.steps)
+        set_lr(self.optimizer, lr)
+        if self.overlap is not None:
+            self.overlap.fill_(self.recipe.overlap_at(self.step, self.steps))
+        if self.temperature is not None:
+            self.temperature.fill_(self.recipe.temperature_at(self.step, self.steps))
+        return lr
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The ensemble with averaged weights for the time of a block, if the recipe averages them."""
+        return nullcontext() if self.average is None else self.average.used()
 
     def check_finite(self) -> None:
         """Raise `Diverged` if a loss or gradient of this epoch is not finite; waits for the device."""
@@ -74,8 +93,9 @@ class Step:
         precision: str = "float32",
         compile: bool = False,
         streams: bool = False,
+        augment: Augmentation | None = None,
     ) -> None:
-        self.state, self.batches, self.precision = state, batches, precision
+        self.state, self.batches, self.precision, self.augment = state, batches, precision, augment
         self.objective = {"task": None, "ignore_index": None} | objective
         self.epsilon: Tensor | None = None  # adversarial step: a fraction of each input value's range
         if state.recipe.adversarial and isinstance(batches, Resident):
@@ -95,8 +115,13 @@ class Step:
         images, targets = self.batches.current()
         parts = min(state.recipe.accumulate, len(images))  # a DataLoader's last batch may be small
         with self._random_state(), _checks.blindly():  # the monitor finds NaN
-            for x, y in zip(images.tensor_split(parts), targets.tensor_split(parts), strict=True):
-                (self.forward(x, y) * (len(x) / len(images))).backward()
+            labels = targets
+            if self.augment is not None:
+                with torch.no_grad():
+                    images, targets = self.augment(images, targets, default_generator(state.device))
+            pieces = (tensor.tensor_split(parts) for tensor in (images, targets, labels))
+            for x, y, classes in zip(*pieces, strict=True):
+                (self.forward(x, y, classes) * (len(x) / len(images))).backward()
         state.monitor.count_step(_clip(self.parameters, state.recipe.clip_norm))
         # Once a loss is NaN or infinite, fused optimizers skip their update: the last good weights stay, and
         # with them the running statistics of batch normalisation.
@@ -104,19 +129,25 @@ class Step:
         state.optimizer.found_inf = broken  # type: ignore[attr-defined]
         state.optimizer.step()
         _restore(broken, self.buffers(), before)
+        if state.average is not None:
+            state.average.update()
         self.batches.advance()
 
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss of one part of a batch, counted by the monitor."""
+    def forward(self, x: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
+        """The loss of one part of a batch, counted by the monitor.
+
+        `labels` are the targets before augmentation, by which specialists are counted: mixed ones are
+        probabilities.
+        """
         monitor, bf16 = self.state.monitor, self.precision == "bf16"
         with torch.autocast(x.device.type, torch.bfloat16) if bf16 else nullcontext():
             if self.epsilon is None:
                 logits, attacked = self.logits(x), None
             else:
                 logits, attacked = self.adversarial_logits(x, targets, self.epsilon)
-        total: Tensor = self.loss(logits, targets, monitor, self.objective).total
+        total: Tensor = self.loss(logits, targets, labels, monitor, self.objective).total
         if attacked is not None:
-            more: Tensor = self.loss(attacked, targets, None, self.objective).total
+            more: Tensor = self.loss(attacked, targets, labels, None, self.objective).total
             monitor.count_more(more, len(x))
             total = total + more
         return total
@@ -162,7 +193,8 @@ class Step:
         ensemble, optimizer = self.state.ensemble, self.state.optimizer
         moments = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
         weights = [*ensemble.parameters(), *ensemble.buffers()]
-        return [*weights, *moments, *self.state.monitor.tensors(), *self.batches.tensors()]
+        average = self.state.average.values if self.state.average is not None else []
+        return [*weights, *moments, *average, *self.state.monitor.tensors(), *self.batches.tensors()]
 
     @contextmanager
     def _random_state(self) -> Iterator[None]:
@@ -177,11 +209,13 @@ class Step:
         torch.set_rng_state(outside)
 
 
-def _loss(logits: Tensor, targets: Tensor, monitor: Monitor | None, objective: dict[str, Any]) -> OracleLoss:
+def _loss(
+    logits: Tensor, targets: Tensor, labels: Tensor, monitor: Monitor | None, objective: dict[str, Any]
+) -> OracleLoss:
     loss = confident_oracle_loss(logits, targets, **objective)
     if monitor is not None:
         given = {key: objective[key] for key in ("beta", "ignore_index")}
-        monitor.count(loss, logits, targets, **given)
+        monitor.count(loss, logits, labels, **given)
     return loss
 
 
