@@ -5,7 +5,7 @@ with `targets` (N,), or dense (M, N, C, H, W) with (N, H, W). Errors are fractio
 them for tables and records. A dense example's value is the mean over its pixels except those marked
 `ignore_index`; examples without a pixel left do not count.
 
-`min_ade`, `min_fde`, `distortion`, `score_ece` and `voronoi_nll` score several hypotheses of any kind, such as
+`min_ade`, `min_fde`, `distortion`, `score_ece` and `voronoi_nll` score hypotheses of any kind, such as
 trajectories. The functions take whole arrays; `Accumulator` takes batches and gives the same numbers.
 """
 
@@ -330,7 +330,8 @@ def voronoi_nll(
     if hypotheses.ndim != 3 or targets.shape != hypotheses.shape[1:] or scores.shape != hypotheses.shape[:2]:
         raise ValueError(
             "hypotheses must be (members, examples, values), scores (members, examples) and targets "
-            f"(examples, values). Got {tuple(hypotheses.shape)}, {tuple(scores.shape)} and {tuple(targets.shape)}."
+            f"(examples, values). Got {tuple(hypotheses.shape)}, {tuple(scores.shape)} and "
+            f"{tuple(targets.shape)}."
         )
     _, n, d = hypotheses.shape
     everyone = torch.arange(n, device=targets.device)

@@ -69,7 +69,8 @@ def _default_names(labels: Tensor) -> tuple[str, ...]:
 def _images(images: Array, layout: str) -> Tensor:
     tensor = _tensor(images, "images")
     tensor = tensor.float() if tensor.is_floating_point() else tensor
-    _checks.finite("images", tensor)
+    if found := _checks.not_finite(tensor):
+        raise ValueError(f"images must be finite. Got {found}. Clean them, or leave them out.")
     if tensor.ndim == 3:
         return tensor.unsqueeze(1)
     _checks.choice("layout", layout, ("NCHW", "NHWC"))
