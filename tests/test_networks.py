@@ -12,7 +12,18 @@ import torch
 from torch import nn
 
 from cmcl import networks
-from cmcl.networks import NETWORKS, SplitNetwork, cnn, describe, fcn, googlenet18, plain, resnet20, vggnet17
+from cmcl.networks import (
+    NETWORKS,
+    SplitNetwork,
+    cnn,
+    describe,
+    fastcnn,
+    fcn,
+    googlenet18,
+    plain,
+    resnet20,
+    vggnet17,
+)
 from cmcl.networks.convnet import DropoutPool, PlainDropout
 from cmcl.networks.googlenet import Inception
 from cmcl.networks.resnet import Block, Shortcut
@@ -34,6 +45,8 @@ ALL_OPTIONS = [
     ("googlenet18", {"classes": 7, "channels": 4}),
     ("googlenet18", {"pool": 3}),
     ("resnet20", {"classes": 100, "channels": 1}),
+    ("resnet20", {"width": 4}),
+    ("fastcnn", {"classes": 4, "channels": 1, "width": 8}),
     ("fcn", {}),
     ("fcn", {"classes": 5, "channels": 1, "filters": [4, 6], "normalise": False}),
 ]
@@ -95,9 +108,34 @@ def inception(inputs, f):
             + bn(*[16] * 6, *[32] * 6, *[64] * 6, 64)
             + (64 * 10 + 10),
         ),
+        (
+            fastcnn,
+            {"width": 4, "classes": 5},
+            4 * 3 * 24
+            + 9 * (24 * 4 + 4 * 4 + 4 * 16 + 16 * 16 + 16 * 16 + 16 * 16)
+            + bn(4, 4, 16, 16, 16, 16)
+            + (16 * 5 + 5),
+        ),
+        (
+            resnet20,
+            {"width": 2},
+            9 * (3 * 2 + 6 * 2 * 2 + 2 * 4 + 5 * 4 * 4 + 4 * 8 + 5 * 8 * 8)
+            + bn(*[2] * 6, *[4] * 6, *[8] * 6, 8)
+            + (8 * 10 + 10),
+        ),
         (fcn, {}, 16 * (3 * 128 + 128 * 256 + 256 * 128 + 128 * 2) + bn(128, 256, 128)),
     ],
-    ids=["cnn", "cnn-paper", "cnn-small", "vggnet17", "googlenet18", "resnet20", "fcn"],
+    ids=[
+        "cnn",
+        "cnn-paper",
+        "cnn-small",
+        "vggnet17",
+        "googlenet18",
+        "resnet20",
+        "fastcnn",
+        "resnet20-narrow",
+        "fcn",
+    ],
 )
 def test_parameters_by_hand(build, options, count):
     assert parameters(build(**options)) == count
@@ -105,7 +143,14 @@ def test_parameters_by_hand(build, options, count):
 
 def test_parameters_in_millions():
     millions = {name: round(parameters(build()) / 1e6, 2) for name, build in NETWORKS.items()}
-    assert millions == {"cnn": 7.39, "vggnet17": 20.04, "googlenet18": 3.54, "resnet20": 0.27, "fcn": 1.06}
+    assert millions == {
+        "cnn": 7.39,
+        "vggnet17": 20.04,
+        "googlenet18": 3.54,
+        "resnet20": 0.27,
+        "fastcnn": 1.97,
+        "fcn": 1.06,
+    }
 
 
 def test_layers_are_counted_as_the_names_say():

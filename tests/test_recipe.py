@@ -1,6 +1,7 @@
 """Recipes: every rule, schedules worked out by hand, one objective for three methods, a hash of the meaning."""
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -14,7 +15,7 @@ import pytest
 import cmcl
 from cmcl import Options, Recipe
 from cmcl.reproduction import find
-from cmcl.training.config import check_seed
+from cmcl.training.config import Augment, check_seed
 
 BASE = Recipe(epochs=10)
 
@@ -177,7 +178,56 @@ def test_equal_recipes_have_equal_hashes():
     ],
 )
 def test_one_objective_for_three_methods(changes, objective):
-    assert replace(BASE, **changes).objective == objective
+    assert replace(BASE, **changes).objective == objective | {"rule": "hard", "epsilon": 0.05}
+
+
+def test_rules_are_not_for_independent_training():
+    relaxed = replace(BASE, rule="relaxed", epsilon=0.2, method="mcl")
+    assert (relaxed.objective["rule"], relaxed.objective["epsilon"]) == ("relaxed", 0.2)
+    assert replace(relaxed, method="ie").objective["rule"] == "hard"
+    with pytest.raises(ValueError, match="overlap must be 1 with rule='annealed'"):
+        replace(BASE, rule="annealed", overlap=2)
+
+
+class TestSchedules:
+    def test_cosine_by_hand(self):
+        """Half a cosine from lr to 0: 1, (1 + cos 45°) / 2, 1/2, ... of lr at quarters of the run."""
+        recipe = replace(BASE, lr=0.2, schedule="cosine")
+        found = [recipe.lr_at(step, 8) / 0.2 for step in (0, 2, 4, 6, 8)]
+        half = (1 + math.sqrt(0.5)) / 2
+        assert found == pytest.approx([1, half, 0.5, 1 - half, 0])
+
+    def test_one_cycle_by_hand(self):
+        """Up from 0 in the first four of eight steps, at fifths, then down to 0 in the other four."""
+        recipe = replace(BASE, lr=1.0, schedule="linear", warmup=0.5)
+        found = [recipe.lr_at(step, 8) for step in range(9)]
+        assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 0.75, 0.5, 0.25, 0])
+
+    def test_they_combine_with_milestones_and_decay(self):
+        recipe = replace(BASE, lr=1.0, schedule="linear", milestones=((0.5, 0.1),), decay=0.01)
+        assert recipe.lr_at(5, 10) == pytest.approx(0.5 * 0.1 * 0.1)
+
+    def test_evolving_overlap_falls_from_m_to_its_value(self):
+        recipe = replace(BASE, overlap=1, evolve=0.8)
+        assert [recipe.overlap_at(step, 10) for step in range(10)] == [5, 4, 4, 4, 3, 2, 2, 2, 1, 1]
+        assert replace(BASE, overlap=2).overlap_at(0, 10) == 2
+
+    def test_the_temperature_falls_to_a_thousandth(self):
+        recipe = replace(BASE, rule="annealed", temperature=5.0)
+        assert [recipe.temperature_at(step, 6) for step in (0, 2, 6)] == pytest.approx([5, 0.5, 0.005])
+
+
+class TestAugment:
+    def test_from_json(self):
+        recipe = replace(BASE, augment=Augment(flip="alternating", crop=4))
+        assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+        assert not BASE.augment
+        assert recipe.augment
+
+    @pytest.mark.parametrize("wrong", [{"flips": True}, {"crop": -1}, {"jitter": 2.0}, {"flip": "often"}])
+    def test_mistakes(self, wrong):
+        with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+            replace(BASE, augment=wrong)
 
 
 class TestHash:
@@ -199,6 +249,15 @@ class TestHash:
             share_prob=0.5,
             warm_start=1,
             adversarial=0.1,
+            rule="relaxed",
+            epsilon=0.1,
+            temperature=2.0,
+            evolve=0.5,
+            schedule="cosine",
+            warmup=0.1,
+            label_smoothing=0.1,
+            augment={"flip": True},
+            ema=0.1,
             epochs=11,
             batch_size=64,
             accumulate=2,
@@ -220,7 +279,7 @@ class TestHash:
 
     def test_worked_out_by_hand(self):
         """The names and values of all fields and the schema's version, whatever the defaults are."""
-        content = json.dumps({"schema": 2, **BASE.to_json()}, sort_keys=True)
+        content = json.dumps({"schema": 3, **BASE.to_json()}, sort_keys=True)
         assert set(json.loads(content)) == {"schema"} | {f.name for f in fields(Recipe)}
         assert BASE.hash == sha256(content.encode()).hexdigest()[:16]
 

@@ -315,7 +315,7 @@ def test_images_that_are_not_finite(value, first):
     error, match = (ValueError, "Look for NaN in the inputs") if first == 0 else (Diverged, "look for NaN")
     with pytest.warns(UserWarning, match=f"train images hold {where}"), pytest.raises(error, match=match):
         fit(apart(), (images, targets), recipe=LINEAR, options=QUIET)
-    with pytest.raises(ValueError, match=f"train images must be finite. Got {where}"):
+    with pytest.raises(ValueError, match=f"train images must be finite.* Got {where}"):
         fit(apart(), (images, targets), recipe=replace(LINEAR, adversarial=0.1), options=QUIET)
 
 

@@ -46,6 +46,7 @@ NETWORKS = {
         NetworkInfo("vggnet17", "VGGNet-17", "VGGNet with 17 layers", "Table 3", "vggnet"),
         NetworkInfo("googlenet18", "GoogLeNet-18", "GoogLeNet with 18 layers", "Table 3", "googlenet"),
         NetworkInfo("resnet20", "ResNet-20", "ResNet with 20 layers", "Table 3", "resnet"),
+        NetworkInfo("fastcnn", "fast CNN", "six convolutions, trains fast", "not in the paper", "airbench"),
         NetworkInfo(
             "fcn", "FCN", "fully convolutional, a class per pixel", "figures 3 and 4", "fullyconv", True
         ),
@@ -64,6 +65,7 @@ __getattr__, __dir__ = attach(__name__, _HOME)
 __all__ = ["BUILDERS", "NETWORKS", "NetworkInfo", *_HOME]
 
 if TYPE_CHECKING:
+    from .airbench import fastcnn as fastcnn
     from .base import SplitNetwork as SplitNetwork
     from .convnet import cnn as cnn
     from .fullyconv import fcn as fcn

@@ -48,23 +48,24 @@ class Block(nn.Module):
         return features
 
 
-def resnet20(*, classes: int = 10, channels: int = 3) -> SplitNetwork:
+def resnet20(*, classes: int = 10, channels: int = 3, width: int = 16) -> SplitNetwork:
     """ResNet with 20 layers; shared after the 6th ReLU.
 
-    Images (B, channels, H, W) of any size to logits (B, classes). 0.27 million parameters by default.
+    Images (B, channels, H, W) of any size to logits (B, classes). 0.27 million parameters by default; `width`
+    is the number of filters of the first group, which the others double.
     """
     _checks.at_least(2, classes=classes)
-    _checks.at_least(1, channels=channels)
-    stem = chain(conv=conv(channels, 16), **_group(1, 16, 16))
+    _checks.at_least(1, channels=channels, width=width)
+    stem = chain(conv=conv(channels, width), **_group(1, width, width))
     trunk = chain(
-        **_group(2, 16, 32),
-        **_group(3, 32, 64),
-        norm=batch_norm(64),
+        **_group(2, width, 2 * width),
+        **_group(3, 2 * width, 4 * width),
+        norm=batch_norm(4 * width),
         relu=nn.ReLU(),
         average=GlobalAverage(),
-        classify=nn.Linear(64, classes),
+        classify=nn.Linear(4 * width, classes),
     )
-    options = {"classes": classes, "channels": channels}
+    options = {"classes": classes, "channels": channels, "width": width}
     return initialise(SplitNetwork(stem, trunk, name="resnet20", options=options))
 
 

@@ -9,7 +9,7 @@ Unlike airbench, the first convolution is learned, not fixed by whitening, so no
 from torch import Tensor, nn
 
 from .. import _checks
-from .base import SplitNetwork, chain, conv
+from .base import SplitNetwork, batch_norm, chain, conv, initialise
 
 
 class Group(nn.Sequential):
@@ -19,10 +19,10 @@ class Group(nn.Sequential):
         super().__init__(
             conv(inputs, outputs),
             nn.MaxPool2d(2),
-            nn.BatchNorm2d(outputs),
+            batch_norm(outputs),
             nn.GELU(),
             conv(outputs, outputs),
-            nn.BatchNorm2d(outputs),
+            batch_norm(outputs),
             nn.GELU(),
         )
 
@@ -43,7 +43,7 @@ def fastcnn(*, classes: int = 10, channels: int = 3, width: int = 64) -> SplitNe
     _checks.at_least(2, classes=classes)
     _checks.at_least(1, channels=channels, width=width)
     first = 24  # filters, twice as many as an RGB image has values in a 2×2 patch
-    stem = chain(conv=nn.Conv2d(channels, first, 2), gelu=nn.GELU(), group1=Group(first, width))
+    stem = chain(conv=conv(channels, first, 2, padding=0), gelu=nn.GELU(), group1=Group(first, width))
     trunk = chain(
         group2=Group(width, 4 * width),
         group3=Group(4 * width, 4 * width),
@@ -51,4 +51,4 @@ def fastcnn(*, classes: int = 10, channels: int = 3, width: int = 64) -> SplitNe
         classify=nn.Linear(4 * width, classes),
     )
     options = {"classes": classes, "channels": channels, "width": width}
-    return SplitNetwork(stem, trunk, name="fastcnn", options=options)
+    return initialise(SplitNetwork(stem, trunk, name="fastcnn", options=options))
