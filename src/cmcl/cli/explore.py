@@ -32,10 +32,11 @@ GROUPS = {  # first table or figure of a recipe -> title
     "": "Small recipes, for any computer and without a download",
     "table1": "Table 1: a small CNN on CIFAR-10",
     "table3": "Table 3: large networks on CIFAR-10 and SVHN",
+    "modern": "Training of today: augmentation, one-cycle learning rate",
     "table2": "Table 2: the grid over M and K",
     "fig": "Figures 2 to 4: adversarial training, ten members, segmentation of iCoseg",
 }
-GRID = ("table2", "fig")  # groups of `cmcl list --all`
+GRID = ("modern", "table2", "fig")  # groups of `cmcl list --all`
 
 
 def demo(
@@ -177,7 +178,7 @@ def _recipe(name: str) -> dict[str, Any]:
     recipe = RECIPES[name]
     cells = [cell for cell in CELLS if cell.name == name]
     paper = next((cell.paper for cell in cells if cell.paper and not cell.single), None)
-    first = cells[0].where[0] if cells else ""
+    first = cells[0].where[0] if cells else "modern" if "-modern-" in name else ""
     several = recipe.members > 1
     words = [
         f"{METHODS[recipe.method]}, M={recipe.members}" if several else METHODS["single"],
@@ -215,7 +216,9 @@ def _print_recipes(recipes: list[dict[str, Any]], everything: bool) -> None:
         common.print_table(columns, rows, title=title)
     if not everything:
         hidden = sum(recipe["group"] in GRID for recipe in recipes)
-        typer.echo(f"\n{hidden} more recipes of Table 2 and figures 2 to 4: cmcl list recipes --all")
+        typer.echo(
+            f"\n{hidden} more recipes, of today's training, Table 2 and figures 2 to 4: cmcl list recipes --all"
+        )
 
 
 def layers(
