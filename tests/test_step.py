@@ -33,6 +33,7 @@ SMALL = {  # network -> (options, size of the images)
     "vggnet17": (dict(classes=CLASSES), 16),
     "googlenet18": (dict(classes=CLASSES), 16),
     "resnet20": (dict(classes=CLASSES), 8),
+    "fastcnn": (dict(classes=CLASSES, width=4), 16),
     "fcn": (dict(classes=2, filters=(4, 6)), 8),
 }
 

@@ -216,9 +216,8 @@ def _print_recipes(recipes: list[dict[str, Any]], everything: bool) -> None:
         common.print_table(columns, rows, title=title)
     if not everything:
         hidden = sum(recipe["group"] in GRID for recipe in recipes)
-        typer.echo(
-            f"\n{hidden} more recipes, of today's training, Table 2 and figures 2 to 4: cmcl list recipes --all"
-        )
+        more = "today's training, Table 2 and figures 2 to 4"
+        typer.echo(f"\n{hidden} more recipes ({more}): cmcl list recipes --all")
 
 
 def layers(
