@@ -177,6 +177,33 @@ def test_compiled_and_eager_steps_agree_in_float64(name):
     assert apart < CLOSE64
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(augment={"flip": "alternating", "crop": 4, "cutout": 8, "jitter": 0.1}, ema=0.3),
+        dict(augment={"flip": True, "mixup": 0.4, "cutmix": 1.0}, label_smoothing=0.1),
+        dict(schedule="linear", warmup=0.3, evolve=0.8, overlap=1),
+        dict(rule="annealed", overlap=1, temperature=2.0),
+        dict(rule="relaxed", epsilon=0.1),
+    ],
+    ids=["augment-ema", "mix", "one-cycle-evolving", "annealed", "relaxed"],
+)
+def test_fit_captures_augmentation_averages_and_schedules(changes):
+    """What changes during the run reaches the replayed graph: captured and eager runs end alike."""
+    start = learned(build())
+    recipe = replace(RECIPE, **changes)
+
+    def weights(**how):
+        ensemble = build()
+        with only_our_warnings():
+            fit(ensemble, examples(), recipe=recipe, options=Options(quiet=True, precision="float32", **how))
+        return learned(ensemble)
+
+    eager = weights(compile=False, capture=False)
+    assert distance(weights(compile=False, capture=True), eager, start) < CLOSE
+    weights()  # compiled: other draws, no fallback
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_captured_and_eager_steps_draw_the_same(name):
     """Masks, labels and dropout from the CUDA generator, in the same order with and without a graph."""
