@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cmcl import Ensemble, Interrupted, Options, Recipe, fit
 from cmcl.training import augment as module
+from cmcl.training import loop
 from cmcl.training.augment import augment, crop, cutout, flip, jitter
 from cmcl.training.batches import Resident
 from cmcl.training.config import Augment
@@ -151,7 +152,7 @@ class TestFit:
             return x + torch.randn(x.shape, generator=generator), y
 
         fit(small(), data(), recipe=replace(RECIPE, epochs=1), augment=own, options=QUIET)
-        assert seen == [B] * (N // B)
+        assert seen == [2] + [B] * (N // B), "two examples before training, then every batch"
 
     def test_label_smoothing_is_that_of_torch(self):
         class Constant(nn.Module):
@@ -175,8 +176,8 @@ class TestFit:
         assert result.rows[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
     def test_the_ensemble_has_the_averaged_weights(self):
-        """decay 1 - 1/(0.5 * 4): each average is half the last one and half the weights after the step."""
-        recipe = Recipe(method="ie", members=3, steps=4, batch_size=B, lr=0.05, sharing=True)
+        """decay 1 - 1/(0.25 * 8): each average is half the last one and half the weights after the step."""
+        recipe = Recipe(method="ie", members=3, steps=8, batch_size=B, lr=0.05, sharing=True)
         trail = []
 
         def watch(x, y, generator):
@@ -190,11 +191,11 @@ class TestFit:
         for weights in trail[1:]:
             expected = (expected + weights) / 2
         averaged = small()
-        fit(averaged, data(), recipe=replace(recipe, ema=0.5), options=QUIET)
+        fit(averaged, data(), recipe=replace(recipe, ema=0.25), options=QUIET)
         assert torch.allclose(averaged.members[0].front[0].weight, expected, atol=1e-6)
 
     def test_evaluation_uses_the_average_and_leaves_training_alone(self):
-        recipe = replace(RECIPE, ema=0.3, epochs=2)
+        recipe = replace(RECIPE, ema=0.2, epochs=2)
         plain, evaluated = small(), small()
         fit(plain, data(), recipe=recipe, options=QUIET)
         options = Options(quiet=True, evaluate_every=1)
@@ -240,7 +241,7 @@ class TestFit:
         [
             (dict(augment={"mixup": 1.0}), dict(task=F.cross_entropy), "task"),
             (dict(label_smoothing=0.1), dict(task=F.cross_entropy), "task"),
-            (dict(augment={"crop": 3}), {}, "crop and cutout must be smaller"),
+            (dict(augment={"crop": 3}), {}, "crop must be below half"),
         ],
     )
     def test_mistakes(self, changes, options, message):
@@ -259,3 +260,70 @@ class TestFit:
         with pytest.raises(TypeError, match="alternating"):
             fit(small(), loader, recipe=replace(RECIPE, augment={"flip": "alternating"}), options=QUIET)
         fit(small(), loader, recipe=replace(RECIPE, augment={"flip": True}, epochs=1), options=QUIET)
+
+
+class TestTargets:
+    """Targets that are not one int64 class per example."""
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+    def test_label_smoothing_takes_any_integer_labels(self, dtype):
+        x, y = data()
+        fit(small(), (x, y.to(dtype)), recipe=replace(RECIPE, label_smoothing=0.1, epochs=1), options=QUIET)
+
+    def test_soft_labels_stay_with_flip_and_crop(self):
+        x, soft = images(6), torch.rand(6, 5)
+        found, kept = augment(x, soft, Augment(flip=True, crop=2), 5)
+        assert torch.equal(kept, soft)
+        assert found.shape == x.shape
+
+    def test_mixup_has_no_ignored_labels(self):
+        recipe = replace(RECIPE, augment={"mixup": 1.0})
+        with pytest.raises(ValueError, match="no ignore_index"):
+            fit(small(), data(), recipe=recipe, ignore_index=0, options=QUIET)
+
+    def test_specialists_are_counted_by_class_with_label_smoothing(self):
+        loader = DataLoader(TensorDataset(*data()), batch_size=8)
+        rows = [
+            fit(small(), loader, recipe=replace(RECIPE, epochs=1, **changes), options=QUIET).rows[0]
+            for changes in ({}, {"label_smoothing": 0.1})
+        ]
+        assert rows[0].keys() == rows[1].keys()
+
+
+@pytest.mark.parametrize(
+    "own", [lambda x, y, g: (x.repeat(2, 1, 1, 1), y.repeat(2)), lambda x, y, g: (x.double(), y)]
+)
+def test_an_augmentation_that_changes_the_batch_is_named_before_training(own):
+    ensemble = small()
+    before = {key: value.clone() for key, value in ensemble.state_dict().items()}
+    with pytest.raises(ValueError, match="augment must return as many"):
+        fit(ensemble, data(), recipe=RECIPE, augment=own, options=QUIET)
+    assert all(torch.equal(value, before[key]) for key, value in ensemble.state_dict().items())
+
+
+def test_averages_leave_other_buffers_alone():
+    """A causal mask of -inf: its average with itself would be NaN."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+            self.norm, self.out = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.out(self.norm(x)) + self.mask.exp()
+
+    torch.manual_seed(0)
+    ensemble = Ensemble(Masked, 2)
+    x, y = torch.randn(20, 3), torch.arange(20) % 2
+    fit(ensemble, (x, y), recipe=Recipe(members=2, steps=6, batch_size=10, ema=0.2), options=QUIET)
+    assert ensemble.members[0].mask.tolist() == [0, -torch.inf]
+    assert ensemble.members[0].norm.running_mean.isfinite().all()
+
+
+def test_members_that_share_weights_do_not_run_in_parallel():
+    one = nn.Linear(4, 3)
+    apart = Ensemble(lambda: nn.Linear(4, 2), 2)
+    tied = Ensemble([nn.Sequential(one, nn.Linear(3, 2)) for _ in range(2)])
+    assert loop._are_apart(apart, RECIPE)
+    assert not loop._are_apart(tied, RECIPE)

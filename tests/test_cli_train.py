@@ -17,6 +17,7 @@ from cmcl.cli.train import change, changed_name
 from cmcl.reproduction import find
 from cmcl.reproduction.recipes import RECIPES, SHAPES
 from cmcl.reproduction.record import read
+from cmcl.training.config import Augment
 
 DIGITS = find("digits-cmcl")
 FILTERS = dict(DIGITS.network_options) | {"filters": [2, 4]}
@@ -274,3 +275,11 @@ class TestChange:
     def test_values_of_another_type(self, changes):
         with pytest.raises(ValueError, match=next(iter(changes))):
             change(TINY, changes)
+
+
+def test_one_augmentation_of_several_is_set():
+    base = change(find("digits-cmcl"), {"augment": {"flip": True, "crop": 1}})
+    assert change(base, {"augment.crop": 2}).augment == Augment(flip=True, crop=2)
+    assert change(base, {"augment.crop": 2, "network_options.hidden": 7}).network_options["hidden"] == 7
+    with pytest.raises((ValueError, TypeError), match="crops"):
+        change(base, {"augment.crops": 2})

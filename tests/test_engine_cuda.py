@@ -180,7 +180,7 @@ def test_compiled_and_eager_steps_agree_in_float64(name):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(augment={"flip": "alternating", "crop": 4, "cutout": 8, "jitter": 0.1}, ema=0.3),
+        dict(augment={"flip": "alternating", "crop": 4, "cutout": 8, "jitter": 0.1}, ema=0.2),
         dict(augment={"flip": True, "mixup": 0.4, "cutmix": 1.0}, label_smoothing=0.1),
         dict(schedule="linear", warmup=0.3, evolve=0.8, overlap=1),
         dict(rule="annealed", overlap=1, temperature=2.0),

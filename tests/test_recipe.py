@@ -187,6 +187,8 @@ def test_rules_are_not_for_independent_training():
     assert replace(relaxed, method="ie").objective["rule"] == "hard"
     with pytest.raises(ValueError, match="overlap must be 1 with rule='annealed'"):
         replace(BASE, rule="annealed", overlap=2)
+    with pytest.raises(ValueError, match="evolve must be 0 with rule='annealed'"):
+        replace(BASE, rule="annealed", evolve=0.5)
 
 
 class TestSchedules:
@@ -218,6 +220,9 @@ class TestSchedules:
 
 
 class TestAugment:
+    def test_numbers_of_numpy(self):
+        assert Augment(crop=np.int64(4)) == Augment(crop=4)
+
     def test_from_json(self):
         recipe = replace(BASE, augment=Augment(flip="alternating", crop=4))
         assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe

@@ -223,7 +223,8 @@ def assign(
     v = specialists(losses, overlap)
     if rule == "hard":
         return v.to(losses.dtype)
-    k = torch.as_tensor(overlap, dtype=losses.dtype)
+    # on the device of the losses without a copy, which a CUDA graph cannot hold
+    k = overlap.to(losses.dtype) if isinstance(overlap, Tensor) else losses.new_full((), overlap)
     rest = len(losses) - k  # without others, the K = M members keep all of the weight
     best, other = 1 - epsilon * (rest > 0), k * epsilon / rest.clamp(min=1)
     return torch.where(v, best, other).to(losses.dtype)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..training.config import Recipe
 
 RESUME = "resume with the same command and --resume"
-NETWORK = "network_options."
+NESTED = ("network_options.", "augment.")
 SEARCHED = {"beta": "--betas", "overlap": "--overlaps", "validation": "--validation"}  # fields of a recipe
 USUAL = {"--root": None, "--out": Path("runs"), "--seeds": 1, "--device": "auto", "--precision": "auto"}
 
@@ -131,12 +131,13 @@ def changed_recipe(name: str, changes: Mapping[str, Any]) -> "tuple[str, Recipe]
 
 
 def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
-    """The recipe with these fields; network_options.hidden=16 changes one option and keeps the others."""
-    values = {name: value for name, value in changes.items() if not name.startswith(NETWORK)}
-    options = {name.removeprefix(NETWORK): value for name, value in changes.items() if name not in values}
-    base = values.get("network_options", recipe.network_options)
-    if options and isinstance(base, Mapping):
-        values["network_options"] = {**base, **options}
+    """The recipe with these fields; network_options.hidden=16 and augment.crop=4 change one entry."""
+    values = {name: value for name, value in changes.items() if not name.startswith(NESTED)}
+    for name in changes.keys() - values.keys():
+        field, _, entry = name.partition(".")
+        base = values.get(field, recipe.to_json()[field])
+        if isinstance(base, Mapping):
+            values[field] = {**base, entry: changes[name]}
     for length, other in (("epochs", "steps"), ("steps", "epochs")):  # one replaces the other
         if length in values:
             values.setdefault(other, None)

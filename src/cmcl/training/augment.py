@@ -1,6 +1,7 @@
 """Augmentation on the training device: all members see the same augmented batch.
 
 Every function draws from torch's default generator with tensor operations only, so a CUDA graph can hold it.
+To add one: a field of `Augment` in config.py, a function here, its check in preflight.py, the next `SCHEMA`.
 B batch, C classes. Images are (B, channels, H, W); dense targets (B, H, W) move with them.
 """
 
@@ -32,7 +33,6 @@ def augmented(how: Augment, classes: int, own: Augmentation | None) -> Augmentat
 
 def augment(images: Tensor, targets: Tensor, how: Augment, classes: int) -> Batch:
     """Augmented images, and targets; with mixup or cutmix, targets are probabilities (B, C)."""
-    dense = targets.ndim > 1
     if how.flip is True:
         images, targets = flip(images, targets, _coin(images))
     if how.crop:
@@ -41,7 +41,7 @@ def augment(images: Tensor, targets: Tensor, how: Augment, classes: int) -> Batc
         images = jitter(images, how.jitter)
     if how.cutout:
         images = cutout(images, how.cutout)
-    if (how.mixup or how.cutmix) and not dense:
+    if how.mixup or how.cutmix:
         images, targets = mix(images, F.one_hot(targets.long(), classes).to(images.dtype), how)
     return images, targets
 
@@ -49,7 +49,7 @@ def augment(images: Tensor, targets: Tensor, how: Augment, classes: int) -> Batc
 def flip(images: Tensor, targets: Tensor, which: Tensor) -> Batch:
     """Mirror the examples marked in `which` (B,) horizontally."""
     images = torch.where(which[:, None, None, None], images.flip(-1), images)
-    if targets.ndim > 1:
+    if _are_masks(targets, images):
         targets = torch.where(which[:, None, None], targets.flip(-1), targets)
     return images, targets
 
@@ -63,8 +63,14 @@ def crop(images: Tensor, targets: Tensor, pixels: int) -> Batch:
         _reflected(torch.arange(n, device=device) + s, n) for n, s in zip(size, shifts, strict=True)
     )
     where = (batch[:, None, None], rows[:, :, None], columns[:, None, :])  # (B, H, W) together
-    images = images.permute(0, 2, 3, 1)[where].permute(0, 3, 1, 2)
-    return images.contiguous(), targets[where] if targets.ndim > 1 else targets
+    if _are_masks(targets, images):
+        targets = targets[where]
+    return images.permute(0, 2, 3, 1)[where].permute(0, 3, 1, 2).contiguous(), targets
+
+
+def _are_masks(targets: Tensor, images: Tensor) -> bool:
+    """Whether targets are (B, H, W): a class for each pixel."""
+    return targets.shape[1:] == images.shape[-2:]
 
 
 def _reflected(index: Tensor, size: int) -> Tensor:
@@ -88,7 +94,7 @@ def jitter(images: Tensor, strength: float) -> Tensor:
 
 
 def mix(images: Tensor, targets: Tensor, how: Augment) -> Batch:
-    """Mix each example with the next: mixup (a weighted mean), cutmix (a square), or either by chance."""
+    """Mix each example with the one before: mixup (a mean), cutmix (a square), or either by chance."""
     pair = images, images.roll(1, 0), targets, targets.roll(1, 0)
     if not how.cutmix:
         return _mixup(*pair, how.mixup)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .._files import parse_json, replacing
 from .._schema import Schema
-from .config import Options
+from .config import Options, Recipe
 from .monitor import TelemetryFile
 from .step import TrainState
 
@@ -204,8 +204,9 @@ class RunFolder:
         with ExitStack() as stack:
             if self.path is not None:
                 stack.enter_context(locked(self.path))
-                for part in self.path.rglob(".*.part"):  # a killed process left them half written
-                    part.unlink(missing_ok=True)
+                for folder in (self.path, self.path / "checkpoints"):
+                    for part in folder.glob(".*.????????.part"):  # a killed process left them half written
+                        part.unlink(missing_ok=True)
                 self.checkpoints = Checkpoints(self.path / "checkpoints")
             stack.enter_context(self._signals)
             self._stack = stack.pop_all()
@@ -319,6 +320,8 @@ class RunFolder:
         ours = self._facts(state)
         for name in ("recipe", "seed", "task", "data"):
             then, now = getattr(found, name), getattr(ours, name)
+            if name == "recipe":  # fields that came later have their defaults
+                then = Recipe.from_json(then).to_json()
             if then == now:
                 continue
             if name == "recipe":

@@ -41,6 +41,8 @@ class Augment:
     mixup: NotNegative = 0.0  # alpha of its Beta distribution; 0: off
     cutmix: NotNegative = 0.0  # likewise; if both are on, each example gets one of them
 
+    _plain = field_validator("*", mode="before")(lambda value: _plain_number(value))
+
     def __bool__(self) -> bool:
         return self != Augment()
 
@@ -92,16 +94,12 @@ class Recipe:
     clip_norm: Positive | None = None  # largest norm of the ensemble's gradient
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     augment: Augment = field(default_factory=Augment)
-    ema: Probability = 0.0  # average weights over this fraction of the run (exponential); 0: off
+    # average weights (exponentially) over this fraction of the run; 0: off. Beyond a quarter, the random
+    # initial weights would still count.
+    ema: Annotated[float, Field(ge=0, le=0.25)] = 0.0
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of the training set that is held out
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _to_python(cls, value: Any) -> Any:
-        """Accept numbers of numpy, as a search gives them."""
-        if isinstance(value, Real) and not isinstance(value, int | float):
-            return int(value) if isinstance(value, Integral) else float(value)
-        return value
+    _plain = field_validator("*", mode="before")(lambda value: _plain_number(value))
 
     @field_validator("augment", mode="before")
     @classmethod
@@ -137,6 +135,11 @@ class Recipe:
             "overlap must be 1 with rule='annealed'",
             self.overlap,
         )
+        _must(
+            self.rule != "annealed" or not self.evolve,
+            "evolve must be 0 with rule='annealed'",
+            self.evolve,
+        )
         _must(_is_json(self.network_options), "network_options must be JSON values", self.network_options)
 
     @property
@@ -169,7 +172,7 @@ class Recipe:
             return self.steps
         examples = min(examples, self.subset or examples)
         assert self.epochs is not None  # __post_init__ checks it
-        return math.ceil(self.epochs * examples / (batch_size or self.batch_size))
+        return math.ceil(round(self.epochs * examples / (batch_size or self.batch_size), 6))
 
     def lr_at(self, step: int, steps: int) -> float:
         """The learning rate at a step of a run of `steps`."""
@@ -230,6 +233,13 @@ class Options:
         if kind not in ("auto", "cpu", "cuda", "mps", "xpu") or not (number.isdecimal() or ":" not in name):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'. Got {name!r}.")
         return name
+
+
+def _plain_number(value: Any) -> Any:
+    """Accept numbers of numpy, as a search gives them."""
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
 
 
 def check_seed(seed: Any) -> int:

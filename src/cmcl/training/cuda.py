@@ -4,6 +4,7 @@ The only module of `cmcl.training` that uses private torch API, through `private
 """
 
 import os
+import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -119,14 +120,15 @@ def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
 class Compiler:
     """Compiled versions of functions, made at the first call and shared by members of one architecture."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dynamic: bool | None = False) -> None:
         self._compiled: dict[Function, Function] = {}
+        self._dynamic = dynamic  # None: batches may differ in size
         self._warned = False
 
     def __call__(self, function: Function) -> Function:
         """The compiled version of a function; if it cannot be compiled, one warning and the plain one."""
         if function not in self._compiled:
-            self._compiled[function] = torch.compile(function, dynamic=False)
+            self._compiled[function] = torch.compile(function, dynamic=self._dynamic)
 
         def run(*args: Any, **options: Any) -> Any:
             try:
@@ -250,8 +252,14 @@ class Captured:
         aside.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(aside):
-                for _ in range(times):
+                for number in range(times):
+                    drawn = random.getstate(), torch.get_rng_state().tolist()
                     step()
+                    if number == times - 1 and drawn != (random.getstate(), torch.get_rng_state().tolist()):
+                        raise RuntimeError(
+                            "the step draws random numbers on the CPU, which a CUDA graph would repeat; draw "
+                            "them on the device"
+                        )
                     check_in_place(buffers, dict(ensemble.named_buffers()))
                     before.restore()
         finally:  # kernels still running must not come after what is restored

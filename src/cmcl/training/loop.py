@@ -80,7 +80,8 @@ def fit(
         task: the loss of a specialist, as for `confident_oracle_loss`: class weights, label smoothing.
         ignore_index: a target that is not counted. "auto": 255 of pixels, where it cannot be a class.
         augment: a function (images, targets, generator) -> (images, targets), applied to each batch on the
-            training device before `recipe.augment`; draw from the generator to resume exactly.
+            training device, with the rest of `recipe.augment` after it. All random numbers must come from the
+            generator: a CUDA graph would repeat others, and a resumed run would draw others.
         out: run folder, for telemetry and checkpoints. None: nothing is written.
         resume: resume from the folder's last checkpoint.
         options: how the run is carried out.
@@ -149,6 +150,8 @@ def fit(
                 progress.log(row if folder.path else row | {"seed": None})
                 folder.save_if_due(state)
         seconds = folder.seconds()
+        step = None  # release its CUDA graph, and the memory that gradients keep of it
+        state.optimizer.zero_grad(set_to_none=True)
         if state.average is not None:
             state.average.swap()
         ensemble.eval()
@@ -195,16 +198,23 @@ def _make_step(state: TrainState, batches: Batches, plan: Plan, epoch: int) -> S
     how["augment"] = plan.augment
     if not cuda or options.capture is False or not isinstance(batches, Resident):
         return Step(state, batches, **how)
-    step = Step(state, batches, **how, streams=True)
+    step = Step(state, batches, **how, streams=_are_apart(state.ensemble, recipe))
     state.follow_schedules()
     batches.seek(epoch, state.step)
     return captured(step)
 
 
+def _are_apart(ensemble: Ensemble, recipe: Recipe) -> bool:
+    """Whether members can run on parallel streams: not if they share weights that each of them would run."""
+    own = [id(t) for member in ensemble.members for t in (*member.parameters(), *member.buffers())]
+    return len(own) == len(set(own)) or (ensemble.shared_stem is not None and not recipe.adversarial)
+
+
 def _scores(
     ensemble: Ensemble, data: Data, options: Options, ignore_index: int | str | None
 ) -> dict[str, float]:
-    with torch.random.fork_rng(devices=[]):  # masks drawn at test time must not change the training
+    devices = {p.device.index for p in ensemble.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices):  # masks drawn at test time must not change the training
         return evaluate(ensemble, data, batch_size=options.evaluation_batch, ignore_index=ignore_index)
 
 

@@ -46,7 +46,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class WeightAverage:
-    """The exponential moving average of an ensemble's weights and running statistics.
+    """The exponential moving average of an ensemble's parameters and BatchNorm statistics.
 
     Args:
         ensemble: its values now are the first average.
@@ -54,19 +54,21 @@ class WeightAverage:
     """
 
     def __init__(self, ensemble: Ensemble, steps: float) -> None:
-        self.ensemble = ensemble
-        self.values = [tensor.detach().clone() for tensor in self._tensors()]
+        parts = [m for m in ensemble.modules() if getattr(m, "running_mean", None) is not None]
+        statistics: list[Any] = [buffer for part in parts for buffer in (part.running_mean, part.running_var)]
+        self._own: list[Tensor] = [tensor.detach() for tensor in (*ensemble.parameters(), *statistics)]
+        self.values = [tensor.clone() for tensor in self._own]
         self._average: Any = get_ema_multi_avg_fn(1 - 1 / max(steps, 1.0))
 
     def update(self) -> None:
-        """Add the weights after a step; on the device."""
-        self._average(self.values, self._tensors(), None)
+        """Update the averages with the current weights, without waiting for the device."""
+        self._average(self.values, self._own, None)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the ensemble's weights and their averages."""
-        now = [tensor.clone() for tensor in self._tensors()]
-        copy_all(self._tensors(), self.values)
+        now = [tensor.clone() for tensor in self._own]
+        copy_all(self._own, self.values)
         copy_all(self.values, now)
 
     @contextmanager
@@ -77,10 +79,6 @@ class WeightAverage:
             yield
         finally:
             self.swap()
-
-    def _tensors(self) -> list[Tensor]:
-        both = (*self.ensemble.parameters(), *self.ensemble.buffers())
-        return [tensor.detach() for tensor in both if tensor.is_floating_point()]
 
 
 def _behind_weight(layer: nn.Module) -> list[nn.Parameter]:

@@ -107,7 +107,10 @@ def preflight(
         two = targets[:2] if task else torch.zeros_like(targets[:2])
         independent_loss(logits, two.to(logits.device), task=task, ignore_index=not_counted)
     check_targets(targets)
-    task, augment = _recipe_task(recipe, task), _augmentation(recipe, train, augment, images, targets, logits)
+    _check_augment(recipe, train, images, targets, not_counted)
+    augment = augmented(recipe.augment, classes, augment) if recipe.augment or augment else None
+    if augment is not None:
+        _try_augment(augment, inputs_of(transform, images[:2]), targets[:2])
     frozen = [part for m in ensemble.members if m.training for part in m.modules() if not part.training]
     _check_batch_norm(ensemble, frozen, train, recipe, inputs_of(transform, images[:1]))
     for name, scored in (("the held-out part of train", held_out), ("test", test)):
@@ -124,7 +127,7 @@ def preflight(
         transform=transform,
         classes=_class_names(train) if isinstance(train, Dataset) else ensemble.classes,
         monitored_classes=classes if _by_class(train, targets, classes, task, not_counted) else 1,
-        task=task,
+        task=_recipe_task(recipe, task),
         ignore_index=not_counted,
         check_targets=check_targets,
         frozen=frozen,
@@ -251,34 +254,49 @@ def _recipe_task(recipe: Recipe, task: TaskLoss | None) -> TaskLoss | None:
     if not (recipe.label_smoothing or recipe.augment.mixup or recipe.augment.cutmix):
         return task
     if task is not None:
-        raise ValueError(
-            "task must be None with label_smoothing, mixup or cutmix. Got a function; do it there."
-        )
-    return partial(F.cross_entropy, reduction="none", label_smoothing=recipe.label_smoothing)
+        raise ValueError("task must be None with label_smoothing, mixup or cutmix. Got a function.")
+    return partial(_smoothed_cross_entropy, smoothing=recipe.label_smoothing)
 
 
-def _augmentation(
-    recipe: Recipe,
-    train: Data,
-    own: Augmentation | None,
-    images: Tensor,
-    targets: Tensor,
-    logits: Tensor,
-) -> Augmentation | None:
-    """The user's own augmentation and that of the recipe; None: there is neither."""
+def _smoothed_cross_entropy(logits: Tensor, targets: Tensor, *, smoothing: float) -> Tensor:
+    targets = targets if targets.is_floating_point() else targets.long()
+    return F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+
+
+def _check_augment(
+    recipe: Recipe, train: Data, images: Tensor, targets: Tensor, ignore_index: int | None
+) -> None:
+    """Raise if the recipe's augmentation does not fit the data."""
     how = recipe.augment
-    if how and images.ndim != 4:
+    if not how:
+        return
+    if images.ndim != 4:
         raise ValueError(
             f"images must be (N, C, H, W) for recipe.augment. Got {tuple(images.shape)}; pass augment=, a "
-            "function of yours, for other inputs."
+            "function, for other inputs."
+        )
+    size = min(images.shape[-2:])
+    if 2 * how.crop >= size or how.cutout >= size:
+        raise ValueError(
+            f"crop must be below half the size of an image, and cutout below its size, {size}. Got {how}."
         )
     if how.flip == "alternating" and isinstance(train, DataLoader):
         raise TypeError("flip='alternating' needs tensors or a Dataset. Got a DataLoader; use flip=True.")
-    if how and 2 * max(how.crop, how.cutout // 2) >= min(images.shape[-2:]):
-        raise ValueError(f"crop and cutout must be smaller than half an image. Got {how}.")
-    if (how.mixup or how.cutmix) and (targets.ndim > 1 or targets.is_floating_point()):
-        raise ValueError("mixup and cutmix need one class per image. Got other targets.")
-    return augmented(how, logits.shape[2], own) if how or own else None
+    if (how.mixup or how.cutmix) and (
+        targets.ndim > 1 or targets.is_floating_point() or ignore_index is not None
+    ):
+        raise ValueError("mixup and cutmix need one class per image, and no ignore_index. Got other targets.")
+
+
+def _try_augment(augment: Augmentation, images: Tensor, targets: Tensor) -> None:
+    """Raise if augmentation changes the number, dtype or device of the examples."""
+    with torch.random.fork_rng(devices=[]):
+        x, y = augment(images.cpu(), targets.cpu(), torch.default_generator)
+    if (len(x), len(y), x.dtype) != (len(images), len(images), images.dtype):
+        raise ValueError(
+            f"augment must return as many images and targets as it gets, of the same dtype. Got "
+            f"{_checks.kind(x)} and {_checks.kind(y)} for {_checks.kind(images)}."
+        )
 
 
 def _class_names(train: Dataset) -> tuple[str, ...] | None:

@@ -100,7 +100,7 @@ class Step:
         self.epsilon: Tensor | None = None  # adversarial step: a fraction of each input value's range
         if state.recipe.adversarial and isinstance(batches, Resident):
             self.epsilon = state.recipe.adversarial * (batches.images.amax(0) - batches.images.amin(0))
-        compiler = Compiler() if compile else None
+        compiler = Compiler(dynamic=False if isinstance(batches, Resident) else None) if compile else None
         self.run = Runner(len(state.ensemble.members) if streams else 0, compiler)
         self.loss = compiler(_loss) if compiler else _loss
         self.parameters = [p for p in state.ensemble.parameters() if p.requires_grad]
