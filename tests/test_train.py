@@ -604,11 +604,21 @@ class TestResume:
         assert identical(weights(go(tmp_path, resume=True)), whole[0])
 
     def test_parts_of_interrupted_writes_are_removed(self, tmp_path):
-        for name in (".recipe.json.abc.part", "ensemble/.config.json.x.part", "checkpoints/.step-1.part"):
+        for name in (".recipe.json.abcd1234.part", "checkpoints/.step-1.abcd1234.part"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text("half")
         go(tmp_path, ensemble=small())
         assert not list(tmp_path.rglob("*.part"))
+
+    def test_hidden_files_of_others_stay(self, tmp_path):
+        for name in ("mine/.notes.abcd1234.part", ".notes.part"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("mine")
+        go(tmp_path, ensemble=small())
+        assert len(list(tmp_path.rglob("*.part"))) == 2
+
+    def test_the_lock_names_nobody(self, tmp_path):
+        go(tmp_path, ensemble=small())
         assert not (tmp_path / ".lock").read_bytes(), "neither host name nor process id"
 
     def test_time_counts_over_all_parts(self, tmp_path):
