@@ -42,7 +42,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             shared after "relu".
         members: M, the number of networks.
         method: "cmcl", "mcl" (no KL-to-uniform term) or "ie" (every member learns every example).
-        overlap: K, how many members learn each example. None: 3, or members - 1 if that is less.
+        overlap: K, the number of specialists of each example. None: members - 1, or 1 for MCL.
         beta: weight of the KL-to-uniform term.
         labels: "exact", or "sampled" for stochastic labels.
         share_after: submodule after which the members share features.
@@ -68,7 +68,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         members: int = 5,
         method: str = "cmcl",
         overlap: int | None = None,
-        beta: float = 0.75,
+        beta: float = 0.25,
         labels: str = "exact",
         share_after: str | None = None,
         hidden: int = 64,
@@ -152,8 +152,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     def _recipe(self) -> Recipe:
         names = ("members", "method", "beta", "labels", "epochs", "batch_size", "optimizer", "lr")
         settings = {name: getattr(self, name) for name in (*names, "weight_decay")}
-        overlap = max(1, min(3, self.members - 1)) if self.overlap is None else self.overlap
-        return Recipe(**settings, overlap=overlap, sharing=self.share_after is not None)
+        return Recipe(**settings, overlap=self.overlap, sharing=self.share_after is not None)
 
     def _plan(self) -> dict[str, Any]:
         """What the ensemble is built by; a network of the user's own has its own width."""

@@ -41,8 +41,8 @@ def confident_oracle_loss(
     logits: Tensor,
     targets: Tensor,
     *,
-    beta: float = 0.75,
-    overlap: int | Tensor = 1,
+    beta: float = 0.25,
+    overlap: int | Tensor | None = None,
     labels: str | Tensor = "exact",
     samples: int = 1,
     rule: Rule = "hard",
@@ -64,8 +64,9 @@ def confident_oracle_loss(
     Args:
         logits: (M, B, C) or (M, B, C, H, W), before the softmax.
         targets: classes, (B,) or (B, H, W).
-        beta: weight of the KL-to-uniform term.
-        overlap: K, the number of specialists per example. Ties go to the lowest member index.
+        beta: weight of the KL-to-uniform term. The paper has 0.75.
+        overlap: K, the number of specialists per example; M - 1 if not given. Ties go to the lowest member
+            index. The paper has K = 1 in Table 1 and K = 4 of 5 members in Table 3.
         labels: "exact" for the KL itself (version 0 of Algorithm 1); "sampled" for stochastic labels
             (version 1, section 4.2); or the drawn labels themselves, (S, M, B) or (S, M, B, H, W).
         samples: S, random labels per member and example with labels="sampled".
@@ -82,6 +83,7 @@ def confident_oracle_loss(
         An `OracleLoss`. `task` and `kl` are exact whatever `labels` says: only `total` is sampled.
     """
     beta = 0.0 if isinstance(others, str) and others == "none" else beta
+    overlap = max(1, _checks.members(logits) - 1) if overlap is None else overlap
     own_task = task is not None and ignore_index is None  # only the task knows what its targets mean
     _checks.objective(logits, targets, beta, overlap, samples, own_task=own_task)
     _checks.ignorable(ignore_index, targets)

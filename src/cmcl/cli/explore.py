@@ -182,7 +182,7 @@ def _recipe(name: str) -> dict[str, Any]:
     several = recipe.members > 1
     words = [
         f"{METHODS[recipe.method]}, M={recipe.members}" if several else METHODS["single"],
-        f"K={recipe.overlap}" if several and recipe.method != "ie" else "",
+        f"K={recipe.objective['overlap']}" if several and recipe.method != "ie" else "",
         "sharing" if recipe.sharing else "",
         "sampled labels" if recipe.objective["labels"] == "sampled" else "",
         "adversarial" if recipe.adversarial else "",

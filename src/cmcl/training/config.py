@@ -63,8 +63,8 @@ class Recipe:
 
     method: Literal["ie", "mcl", "cmcl"] = "cmcl"
     members: Count = 5
-    overlap: Count = 1  # K: specialists of each example
-    beta: NotNegative = 0.75  # weight of the KL-to-uniform term
+    overlap: Count | None = None  # K: specialists of each example; None: members - 1, or 1 for MCL
+    beta: NotNegative = 0.25  # weight of the KL-to-uniform term; the paper has 0.75
     labels: Literal["exact", "sampled"] = "exact"  # "sampled": stochastic labels
     samples: Count = 1  # S, random labels per member and example
     sharing: bool | None = None  # of features, after the stem; None: as the caller's ensemble was built
@@ -120,7 +120,8 @@ class Recipe:
         object.__setattr__(self, "network_options", dict(self.network_options))
         if self.network is not None and self.sharing is None:  # no ensemble of the caller's to ask
             object.__setattr__(self, "sharing", False)
-        _must(self.overlap <= self.members, f"overlap must be between 1 and {self.members}", self.overlap)
+        fits = self.overlap is None or self.overlap <= self.members
+        _must(fits, f"overlap must be between 1 and {self.members}", self.overlap)
         _must(
             all(when > 0 and (isinstance(when, int) or when < 1) for when, _ in self.milestones),
             "milestones must be at a step, a whole number, or at a fraction of the run, below 1",
@@ -131,7 +132,7 @@ class Recipe:
         _must(lengths.count(None) == 1, "give either epochs or steps", lengths)
         _must(not (self.adversarial and self.sharing), "adversarial training must not share features", "both")
         _must(
-            self.rule != "annealed" or self.overlap == 1,
+            self.rule != "annealed" or self.overlap in (None, 1),
             "overlap must be 1 with rule='annealed'",
             self.overlap,
         )
@@ -145,9 +146,11 @@ class Recipe:
     @property
     def objective(self) -> dict[str, Any]:
         """The arguments of `confident_oracle_loss` that make it this method."""
+        few = self.method == "mcl" or self.rule == "annealed"
+        overlap = self.overlap or (1 if few else max(1, self.members - 1))
         return {
             "beta": 0.0 if self.method == "mcl" else self.beta,
-            "overlap": self.members if self.method == "ie" else self.overlap,
+            "overlap": self.members if self.method == "ie" else overlap,
             "labels": self.labels if self.method == "cmcl" else "exact",
             "samples": self.samples,
             "rule": "hard" if self.method == "ie" else self.rule,
