@@ -180,7 +180,8 @@ def main() -> None:
     print(f"\n{len(x)} training and {len(test_x)} test windows, {options.seeds} seeds, km")
     for name, own in rows.items():
         values = {key: torch.tensor([row[key] for row in own]) for key in own[0]}
-        cells = [f"{key} {v.mean():.2f}" + f" ± {v.std():.2f}" * (len(v) > 1) for key, v in values.items()]
+        std = {key: f" ± {v.std():.2f}" if len(v) > 1 else "" for key, v in values.items()}
+        cells = [f"{key} {v.mean():.2f}{std[key]}" for key, v in values.items()]
         print(f"{name:22} {'  '.join(cells)}")
     if options.out:
         options.out.write_text(json.dumps({"steps": options.steps, "methods": rows}, indent=1) + "\n")
