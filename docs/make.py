@@ -373,7 +373,7 @@ def hypotheses() -> str:
     for name, runs in json.loads((RESULTS / "flights.json").read_text())["methods"].items():
         values = [[run[key] for run in runs] for key in heads]
         rows.append([name, *(f"{fmean(v):.2f} ± {stdev(v):.2f}" for v in values), len(runs)])
-    return table(" |> ".join(["five hypotheses, mean ± standard deviation", *heads.values(), "n"]), rows)
+    return table(" |> ".join(["method, mean ± standard deviation", *heads.values(), "n"]), rows)
 
 
 def table_of(file: str, start: str) -> Callable[[], str]:

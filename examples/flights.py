@@ -5,8 +5,8 @@
     python examples/flights.py traffic-2.13-py3-none-any.whl --seeds 1 --futures results/flights-futures.json
 
 From two minutes of a flight over Switzerland, predict its position in the next five minutes, every 30 s. One
-regressor predicts the mean of all futures, which no aircraft flies. Five hypotheses trained by
-winner-takes-all cover turns, descents and straight flight, and their scores say how likely each is.
+regressor predicts a compromise of all futures, which no aircraft flies. Five hypotheses trained by
+winner-takes-all cover turns and straight flight, and their scores say how likely each is.
 """
 
 import argparse
