@@ -9,14 +9,17 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
+
+import altair as alt
 
 from cmcl.report import figures
 from cmcl.report.documents import fill
-from cmcl.report.figures import Figure
+from cmcl.report.figures import Figure, Panel, Series
 from cmcl.report.load import Run
 from cmcl.report.page import paper_figures
+from cmcl.report.tables import Table
 from cmcl.reproduction import RECIPES, find
 from cmcl.reproduction.cells import Evidence, select
 from cmcl.reproduction.record import Record, load_records
@@ -52,6 +55,63 @@ def zoo_runs() -> list[Run]:
     return [zoo_run(method, label) for method, label in ZOO.items()]
 
 
+FLOWN = [  # lines of a picture of flights
+    Series("hypothesis", "c1", [1, 0]),
+    Series("one regressor", "c3", [5, 3]),
+    Series("flown", "ink", [1, 0]),
+]
+
+
+def flights() -> Figure:
+    """Futures of a few flights: hypotheses with their probabilities, one regressor, and the real one."""
+    rows = json.loads((RESULTS / "flights-futures.json").read_text())
+    below = len(rows) - figures.COLUMNS  # the panel with the legend, at the lower left
+    panels = [
+        Panel(f"quantile {row['quantile']:g}, spread {row['spread']:.1f} km", flight(row, legend=i == below))
+        for i, row in enumerate(rows)
+    ]
+    return Figure("flights", "", "", panels, Table("flights", "", [], []))
+
+
+def flight(row: dict[str, Any], *, legend: bool) -> dict[str, Any]:
+    """The chart of one flight, which flies to the right; a kilometre is as long on both axes."""
+    tracks = [
+        ("hypothesis", probability, [[0, 0], *points])
+        for probability, points in zip(row["probabilities"], row["hypotheses"], strict=True)
+    ]
+    tracks += [("one regressor", 0.3, [[0, 0], *row["one"]]), ("flown", 0.3, [*row["seen"], *row["future"]])]
+    points = [
+        {"kind": kind, "track": t, "step": i, "x": x, "y": y, "probability": probability}
+        for t, (kind, probability, track) in enumerate(tracks)
+        for i, (x, y) in enumerate(track)
+    ]
+    guesses = [point for point in points if point["kind"] == "hypothesis"]
+    last = max(point["step"] for point in guesses)
+    ends = [point for point in guesses if point["step"] == last and point["probability"] >= 0.1]
+    x, y = [-30, 90], [-40, 50]
+    names, colours, dashes = zip(*((s.name, f"@{s.colour}", s.dash) for s in FLOWN), strict=True)
+    below = alt.Legend(title=None, orient="bottom", symbolOpacity=1) if legend else None
+    axes = {
+        "x": alt.X("x:Q", title="ahead, km").scale(domain=x).axis(tickCount=6),
+        "y": alt.Y("y:Q", title="to the left, km").scale(domain=y).axis(tickCount=5),
+    }
+    style = {
+        "color": alt.Color("kind:N", legend=below).scale(domain=names, range=colours),
+        "strokeDash": alt.StrokeDash("kind:N", legend=below).scale(domain=names, range=dashes),
+        "strokeWidth": alt.StrokeWidth("probability:Q", legend=None).scale(domain=[0, 1], range=[0.8, 5]),
+        "detail": "track:N",
+        "order": "step:Q",
+    }
+    layers = [  # what was flown is drawn last, above the hypotheses
+        alt.Chart(alt.Data(values=part)).mark_line(opacity=opacity).encode(**axes, **style)
+        for part, opacity in ((guesses, 0.6), (points[len(guesses) :], 1))
+    ]
+    texts = alt.Chart(alt.Data(values=ends)).mark_text(align="left", dx=5, fontSize=10, color="@c1")
+    layers.append(texts.encode(**axes, text=alt.Text("probability:Q", format=".0%")))
+    chart = alt.layer(*layers).properties(height=figures.WIDTH * (y[1] - y[0]) / (x[1] - x[0]))
+    return {key: value for key, value in chart.to_dict().items() if key not in ("config", "$schema")}
+
+
 FIGURES: dict[str, Callable[[], Figure | None]] = {
     "figure1": lambda: paper_figures(EVIDENCE)["1"],
     "figure2": lambda: paper_figures(EVIDENCE)["2"],
@@ -60,6 +120,7 @@ FIGURES: dict[str, Callable[[], Figure | None]] = {
     "entropy": lambda: figures.entropies("entropy", "", zoo_runs()),
     "unseen": lambda: figures.entropies("unseen", "", [zoo_run(m) for m in ZOO], averaged=list(ZOO)),
     "rejecting": lambda: figures.risk_coverage("rejecting", "", zoo_runs()),
+    "flights": flights,
     "tuning": lambda: figures.tuning(json.loads((RESULTS / "tuning-digits.json").read_text())),
 }
 
@@ -299,6 +360,22 @@ def masks() -> str:
     return table(heads, rows)
 
 
+def hypotheses() -> str:
+    """Scores of the flights by method, mean and standard deviation over the seeds."""
+    heads = {
+        "minADE": "minADE, km",
+        "minFDE": "minFDE, km",
+        "ade": "ADE, km",
+        "score ECE %": "score ECE, %",
+        "final NLL": "NLL of the last position",
+    }
+    rows = []
+    for name, runs in json.loads((RESULTS / "flights.json").read_text())["methods"].items():
+        values = [[run[key] for run in runs] for key in heads]
+        rows.append([name, *(f"{fmean(v):.2f} ± {stdev(v):.2f}" for v in values), len(runs)])
+    return table(" |> ".join(["method, mean ± standard deviation", *heads.values(), "n"]), rows)
+
+
 def table_of(file: str, start: str) -> Callable[[], str]:
     """The table in a file of results/ whose first line begins so."""
 
@@ -323,6 +400,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "tuning": whole("tuning-digits.txt"),
     "export": whole("export-check.txt"),
     "onnx-speed": whole("onnx-speed.txt"),
+    "flights": hypotheses,
     "icoseg": icoseg,
     "icoseg-search": icoseg_search,
     "small-cnn": small_cnn,

@@ -2,10 +2,11 @@
 
     pip download --no-deps traffic==2.13           # the data are inside the wheel, MIT license
     python examples/flights.py traffic-2.13-py3-none-any.whl --seeds 5 --out results/flights.json
+    python examples/flights.py traffic-2.13-py3-none-any.whl --seeds 1 --futures results/flights-futures.json
 
 From two minutes of a flight over Switzerland, predict its position in the next five minutes, every 30 s. One
-regressor predicts the mean of all futures, which no aircraft flies. Five hypotheses trained by
-winner-takes-all cover turns, descents and straight flight, and their scores say how likely each is.
+regressor predicts a compromise of all futures, which no aircraft flies. Five hypotheses trained by
+winner-takes-all cover turns and straight flight, and their scores say how likely each is.
 """
 
 import argparse
@@ -29,6 +30,7 @@ METHODS = {
     "relaxed": {"overlap": 1, "rule": "relaxed", "epsilon": 0.1},
     "annealed": {"overlap": 1, "rule": "annealed"},
 }
+QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.98, 0.99)  # of how far apart the hypotheses end: the windows drawn
 
 
 def tracks(wheel: Path) -> dict[str, list[dict[str, float]]]:
@@ -71,7 +73,7 @@ def windows(points: list[dict[str, float]]) -> list[tuple[list[float], list[floa
 
 
 def load(wheel: Path, seed: int) -> tuple[Tensor, ...]:
-    """Training and test windows; the test has other flights."""
+    """Training and test windows, features and futures; the test has other flights."""
     flights = [own for own in map(windows, tracks(wheel).values()) if own]
     order = torch.randperm(len(flights), generator=torch.Generator().manual_seed(seed)).tolist()
     parts = [flights[i] for i in order]
@@ -80,8 +82,7 @@ def load(wheel: Path, seed: int) -> tuple[Tensor, ...]:
     for group in (parts[:cut], parts[cut:]):
         rows = [row for flight in group for row in flight]
         out += [torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])]
-    mean, std = out[0].mean(0), out[0].std(0).clamp(min=1e-3)
-    return (out[0] - mean) / std, out[1], (out[2] - mean) / std, out[3]
+    return tuple(out)
 
 
 def network(inputs: int) -> nn.Module:
@@ -134,6 +135,27 @@ def score(ensemble: cmcl.Ensemble, x: Tensor, y: Tensor) -> dict[str, float]:
     }
 
 
+@torch.no_grad()
+def futures(one: cmcl.Ensemble, several: cmcl.Ensemble, seen: Tensor, x: Tensor, y: Tensor) -> list[dict]:
+    """Test windows to draw, positions in km; they are chosen by the hypotheses, not by what followed."""
+    hypotheses, scores = outputs(several.eval(), x)
+    probs, ends = scores.softmax(0), hypotheses[:, :, -1]  # (M, N), (M, N, 2)
+    spread = (probs * (ends - (probs[..., None] * ends).sum(0)).norm(dim=2)).sum(0)  # (N,)
+    order, found = spread.argsort(), []
+    for quantile in QUANTILES:
+        i = order[int(quantile * len(order))]
+        values = {
+            "seen": seen[i, : 3 * len(range(0, HISTORY, 2))].unflatten(0, (-1, 3))[:, :2],
+            "future": y[i].unflatten(0, (FUTURE, 2)),
+            "one": outputs(one.eval(), x[i, None])[0][0, 0],
+            "hypotheses": hypotheses[:, i],
+            "probabilities": probs[:, i],
+        }
+        row = {key: value.double().mul(100).round().div(100).tolist() for key, value in values.items()}
+        found.append({"quantile": quantile, "spread": round(float(spread[i]), 2)} | row)
+    return found
+
+
 def main() -> None:
     """Train and score every method with every seed; write and print means and standard deviations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -141,21 +163,31 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--futures", type=Path, help="write hypotheses of a few test windows, of the last seed"
+    )
     options = parser.parse_args()
     rows = defaultdict(list)
     for seed in range(options.seeds):
-        x, y, test_x, test_y = load(options.wheel, seed)
+        x, y, seen, test_y = load(options.wheel, seed)
+        mean, std = x.mean(0), x.std(0).clamp(min=1e-3)
+        x, test_x, trained = (x - mean) / std, (seen - mean) / std, {}
         for name, method in METHODS.items():
             torch.manual_seed(seed)
-            rows[name].append(score(train(x, y, steps=options.steps, **method), test_x, test_y))
+            trained[name] = train(x, y, steps=options.steps, **method)
+            rows[name].append(score(trained[name], test_x, test_y))
             print(seed, name, {key: round(value, 3) for key, value in rows[name][-1].items()}, flush=True)
     print(f"\n{len(x)} training and {len(test_x)} test windows, {options.seeds} seeds, km")
     for name, own in rows.items():
         values = {key: torch.tensor([row[key] for row in own]) for key in own[0]}
-        cells = [f"{key} {v.mean():.2f} ± {v.std():.2f}" for key, v in values.items()]
+        std = {key: f" ± {v.std():.2f}" if len(v) > 1 else "" for key, v in values.items()}
+        cells = [f"{key} {v.mean():.2f}{std[key]}" for key, v in values.items()]
         print(f"{name:22} {'  '.join(cells)}")
     if options.out:
         options.out.write_text(json.dumps({"steps": options.steps, "methods": rows}, indent=1) + "\n")
+    if options.futures:
+        found = futures(trained["one regressor"], trained["winner takes all"], seen, test_x, test_y)
+        options.futures.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,10 @@
-"""The loops of others: each example runs in small and learns, and what they rely on holds."""
+"""The examples: each runs in small and learns, and what they rely on holds."""
 
+import gzip
+import json
+import math
+import sys
+import zipfile
 from importlib import import_module
 from pathlib import Path
 
@@ -104,3 +109,69 @@ def test_inside_autocast_or_out_the_loss_is_float32(problem, dtype):
     assert logits.dtype == dtype
     assert inside.dtype == torch.float32
     torch.testing.assert_close(cmcl.confident_oracle_loss(logits, y).total, inside)
+
+
+@pytest.fixture
+def flights(here):
+    return import_module("flights")
+
+
+def straight(callsign, track=0.0, turn=0.0, points=120):
+    """A flight at 0.1 km every 10 s, from 46 degrees north; `turn` changes its track by so many degrees."""
+    latitude, longitude, found = 46.0, 8.0, []
+    for i in range(points):
+        where = {"latitude": latitude, "longitude": longitude, "altitude": 10_000.0, "track": track}
+        found.append({"callsign": callsign, "icao24": "a1", "timestamp": 10_000 * i} | where)
+        track += turn
+        latitude += 0.1 / 111.32 * math.cos(math.radians(track))
+        longitude += 0.1 / 111.32 * math.sin(math.radians(track)) / math.cos(math.radians(latitude))
+    return found
+
+
+class TestFlights:
+    @pytest.mark.parametrize("track", [0.0, 90.0, 200.0])
+    def test_positions_are_ahead_of_the_last_one(self, flights, track):
+        """0.1 km every 10 s: 0.3 km at each of ten steps, and 1.2 km behind at the first point seen."""
+        features, future = flights.windows(straight("A", track))[0]
+        assert features[:2] == pytest.approx([-1.2, 0], abs=0.01)
+        assert future[::2] == pytest.approx([0.3 * i for i in range(1, 11)], abs=0.01)
+        assert future[1::2] == pytest.approx([0] * 10, abs=0.01)
+
+    def test_a_turn_to_the_right_is_negative(self, flights):
+        future = flights.windows(straight("A", turn=2.0))[0][1]
+        assert future[1::2] == sorted(future[1::2], reverse=True)
+        assert future[-1] < -1
+
+    def test_windows_do_not_span_a_gap(self, flights):
+        """43 points each: of the starts 0, 6, ..., 72, those from 6 to 42 span a gap before point 43."""
+        points = straight("A")
+        assert len(flights.windows(points)) == 13
+        assert flights.windows(points[:42]) == []
+        for point in points[43:]:
+            point["timestamp"] += 10_000
+        assert len(flights.windows(points)) == 13 - 7
+
+    def test_all_of_it(self, flights, here, monkeypatch, capsys):
+        turns = [0.0, 2.0, -2.0]
+        points = [p for i in range(15) for p in straight(f"F{i}", 24.0 * i, turns[i % 3])]
+        with zipfile.ZipFile("data.whl", "w") as wheel:
+            packed = gzip.compress(json.dumps(points).encode())
+            wheel.writestr("traffic/data/samples/collections/switzerland.json.gz", packed)
+        command = "flights.py data.whl --seeds 2 --steps 40 --out scores.json --futures futures.json"
+        monkeypatch.setattr(sys, "argv", command.split())
+        flights.main()
+        scores = json.loads(Path("scores.json").read_text())
+        assert scores["steps"] == 40
+        assert {name: len(rows) for name, rows in scores["methods"].items()} == dict.fromkeys(
+            flights.METHODS, 2
+        )
+        assert "2 seeds" in capsys.readouterr().out
+        futures = json.loads(Path("futures.json").read_text())
+        assert [row["quantile"] for row in futures] == list(flights.QUANTILES)
+        spreads = [row["spread"] for row in futures]
+        assert spreads == sorted(spreads)
+        for row in futures:
+            assert row["seen"][-1] == pytest.approx([0, 0], abs=1e-2)
+            assert row["seen"][0] == pytest.approx([-1.2, 0], abs=0.5)
+            assert [len(row[key]) for key in ("seen", "future", "one", "hypotheses")] == [7, 10, 10, 5]
+            assert sum(row["probabilities"]) == pytest.approx(1, abs=0.03)

@@ -526,7 +526,7 @@ def fresh(page):
 
 def test_the_page_is_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
-    assert len(re.findall(r"```python\ndescribe", page)) == 7
+    assert len(re.findall(r"```python\ndescribe", page)) == 8
     assert fresh(page) == page, "docs/networks.md is stale: run python tests/test_networks.py"
 
 
