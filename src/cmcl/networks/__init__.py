@@ -1,4 +1,4 @@
-"""The paper's five networks, and the default network of `CMCLClassifier`: one entry of the registry each.
+"""Networks: the paper's five, a fast one for images, and the default of `CMCLClassifier`.
 
 Importing this package does not load torch: a network's module is imported when the network is first used.
 """
