@@ -401,6 +401,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "export": whole("export-check.txt"),
     "onnx-speed": whole("onnx-speed.txt"),
     "flights": hypotheses,
+    "defaults": whole("defaults.txt"),
     "icoseg": icoseg,
     "icoseg-search": icoseg_search,
     "small-cnn": small_cnn,

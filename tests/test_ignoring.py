@@ -205,4 +205,4 @@ def test_nobody_wins_what_counts_for_nothing(batch):
         rows += fit(ensemble, (more, void), recipe=one, ignore_index=-1, options=QUIET).rows
     for key in ("specialist_fraction", "specialist_entropy", "nonspecialist_entropy"):
         assert rows[0][key] == pytest.approx(rows[1][key], rel=1e-5)
-    assert sum(rows[1]["specialist_fraction"]) == pytest.approx(1)
+    assert sum(rows[1]["specialist_fraction"]) == pytest.approx(2)

@@ -64,6 +64,12 @@ class TestHandWorked:
         assert loss.total.item() == pytest.approx(LOG2 + 0.5 * (math.log(4) - LOG2))
         assert loss.kl[:, 0].tolist() == pytest.approx(self.kl, abs=1e-12), "kl stays exact"
 
+    @pytest.mark.parametrize(("members", "overlap"), [(1, 1), (2, 1), (5, 4)])
+    def test_the_default_is_one_non_specialist_and_a_quarter(self, members, overlap):
+        logits, targets = draw(members, 6, 3)
+        ours = confident_oracle_loss(logits, targets)
+        assert ours.total.equal(confident_oracle_loss(logits, targets, overlap=overlap, beta=0.25).total)
+
     def test_ties_go_to_the_lowest_member(self):
         loss = confident_oracle_loss(torch.zeros(5, 3, 4), torch.zeros(3, dtype=torch.long), overlap=2)
         assert loss.assignment.tolist() == [[True] * 3] * 2 + [[False] * 3] * 3

@@ -164,10 +164,10 @@ def test_equal_recipes_have_equal_hashes():
 @pytest.mark.parametrize(
     ("changes", "objective"),
     [
-        (dict(method="ie"), dict(beta=0.75, overlap=5, labels="exact", samples=1)),
+        (dict(method="ie"), dict(beta=0.25, overlap=5, labels="exact", samples=1)),
         (
             dict(method="ie", overlap=2, labels="sampled"),
-            dict(beta=0.75, overlap=5, labels="exact", samples=1),
+            dict(beta=0.25, overlap=5, labels="exact", samples=1),
         ),
         (dict(method="mcl", overlap=2), dict(beta=0.0, overlap=2, labels="exact", samples=1)),
         (dict(method="mcl", labels="sampled"), dict(beta=0.0, overlap=1, labels="exact", samples=1)),
@@ -179,6 +179,14 @@ def test_equal_recipes_have_equal_hashes():
 )
 def test_one_objective_for_three_methods(changes, objective):
     assert replace(BASE, **changes).objective == objective | {"rule": "hard", "epsilon": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("changes", "overlap"),
+    [({}, 4), ({"members": 2}, 1), ({"members": 1}, 1), ({"method": "mcl"}, 1), ({"rule": "annealed"}, 1)],
+)
+def test_the_default_overlap_is_one_less_than_the_members(changes, overlap):
+    assert replace(BASE, **changes).objective["overlap"] == overlap
 
 
 def test_rules_are_not_for_independent_training():
