@@ -121,7 +121,7 @@ def zoo() -> str:
 def demo() -> str:
     """The demo's settings on the seeds that they were not chosen on."""
     lines = (RESULTS / "demo-seeds.txt").read_text(encoding="utf-8").splitlines()
-    rows = [re.split(r"\s{2,}", line) for line in lines if line.count("±") == 3]
+    rows = [re.split(r"\s{2,}", line) for line in lines if line.count("±") > 2]
     names = {"single": "one network", "ie": "independent ensemble", "mcl": "MCL", "cmcl": "**CMCL**"}
     seeds = next(line for line in lines if " seeds, " in line).split(",")[0]
     verdict = next(line for line in lines if line.startswith("CMCL's top-1"))
