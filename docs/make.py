@@ -174,19 +174,21 @@ def zoo() -> str:
     for method, name in ZOO.items():
         record = Record.load(ROOT / "zoo" / f"cifar10-resnet20-{method}" / "record.json")
         errors, calibration = record.errors["expected"], record.calibration
-        numbers = (errors["top1"], errors["oracle"], fmean(record.members), calibration["ece"])
+        scaled = json.loads((RESULTS / "rejecting.json").read_text())[method]["tempered"]["after"]["ece"]
+        numbers = (errors["top1"], errors["oracle"], fmean(record.members), calibration["ece"], scaled)
         rows.append([name, *(f"{number:.2f} %" for number in numbers), f"{calibration['nll']:.3f}"])
-    return table("method |> top-1 |> oracle |> members alone |> ECE |> NLL", rows)
+    return table("method |> top-1 |> oracle |> members alone |> ECE |> scaled ECE |> NLL", rows)
 
 
 def demo() -> str:
     """The demo's settings on the seeds that they were not chosen on."""
     lines = (RESULTS / "demo-seeds.txt").read_text(encoding="utf-8").splitlines()
-    rows = [re.split(r"\s{2,}", line) for line in lines if line.count("±") == 3]
+    rows = [re.split(r"\s{2,}", line) for line in lines if line.count("±") == 4]
     names = {"single": "one network", "ie": "independent ensemble", "mcl": "MCL", "cmcl": "**CMCL**"}
     seeds = next(line for line in lines if " seeds, " in line).split(",")[0]
     verdict = next(line for line in lines if line.startswith("CMCL's top-1"))
-    found = table(f"{seeds} |> top-1 error % |> oracle error %", [[names[r[0]], r[1], r[2]] for r in rows])
+    heads = f"{seeds} |> top-1 error % |> oracle error % |> ECE % |> scaled ECE %"
+    found = table(heads, [[names[row[0]], *row[1:]] for row in rows])
     return f"{found}\n\n{verdict}."
 
 

@@ -1,6 +1,7 @@
 """`cmcl evaluate`, `predict`, `calibrate` and `export`, on a run of two steps and on a user's own network."""
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -20,10 +21,10 @@ from cmcl.data.dataset import evenly_spaced
 from cmcl.data.registry import DATASETS
 from cmcl.data.transforms import MeanStd
 from cmcl.reproduction import find
+from cmcl.reproduction.record import read
 from cmcl.reproduction.runner import run, run_folder
+from cmcl.serialization import save_temperature
 
-# hardly trained ensembles have no best temperature
-pytestmark = pytest.mark.filterwarnings("ignore:the temperature")
 CPU = ("--device", "cpu")
 QUIET = package.Options(device="cpu", quiet=True)
 DIGITS = find("digits-cmcl")
@@ -58,11 +59,16 @@ number = 3
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run folder, to be read only."""
+def original(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
     run(TINY, (0,), out=out, name="tiny-cmcl", options=QUIET)
     return run_folder(out, "tiny-cmcl", TINY, 0)
+
+
+@pytest.fixture
+def trained(original, tmp_path_factory):
+    """A run folder."""
+    return shutil.copytree(original, tmp_path_factory.mktemp("runs") / original.name)
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +192,29 @@ class TestEvaluate:
         assert found["ece"] == pytest.approx(record["calibration"]["ece"], abs=1e-3)
         assert found["examples"] == 359
         assert "auroc" not in found
+        assert (found["temperature"], found["scaled_ece"]) == (None, None)
+
+    def test_before_and_after_temperature_scaling(self, cmcl, trained, tmp_path):
+        """A column where an ensemble has a temperature, a line where one has none."""
+        other = shutil.copytree(trained, tmp_path / trained.name.replace("seed0", "seed1"))
+        line = "no temperature: probabilities are not scaled. Fit one with: cmcl calibrate"
+        out = cmcl("evaluate", trained)[1]
+        assert out.endswith(f"{line} {trained} --data digits\n")
+        assert "scaled ECE" not in out
+        save_temperature(trained / "ensemble", 0.5)
+        (found,) = json.loads(cmcl("evaluate", trained, "--json")[1])
+        test = package.data.load("digits", split="test")
+        scaled = package.load(trained).predict(test.images).probs[None]
+        assert found["temperature"] == 0.5
+        assert found["scaled_ece"] == pytest.approx(100 * package.metrics.ece(scaled, test.targets), abs=1e-3)
+        assert found["scaled_ece"] != found["ece"]
+        out = cmcl("evaluate", trained)[1]
+        assert "no temperature" not in out
+        assert f"{found['scaled_ece']:.2f}" in out.splitlines()[-1].split()
+        _, head, *rows, last = cmcl("evaluate", trained, other)[1].splitlines()
+        assert "scaled ECE" in head
+        assert ["-" in row.split() for row in rows] == [False, True, True], "no mean over one of two"
+        assert last == f"{line} {other} --data digits"
 
     def test_several_runs(self, cmcl, trained, tmp_path):
         """As `cmcl evaluate runs/digits-*` names them."""
@@ -197,7 +226,7 @@ class TestEvaluate:
         lines = [line.split() for line in out.splitlines()]
         assert code == 0
         assert out.splitlines()[0] == "digits: 50 test images, errors and ECE in %"
-        assert [line[0] for line in lines[2:]] == [trained.name, other.name, "mean"], "seeds of one recipe"
+        assert [line[0] for line in lines[2:5]] == [trained.name, other.name, "mean"], "seeds of one recipe"
         assert lines[2][1:] == lines[3][1:] == lines[4][1:]
         shutil.move(other, tmp_path / "another")
         assert "mean" not in cmcl("evaluate", trained, tmp_path / "another", "--limit", 50)[1]
@@ -510,6 +539,50 @@ class TestThreshold:
             ece = 100 * package.metrics.ece(values, test.targets[1::2])
             assert found["tested"][key] == pytest.approx(ece, abs=0.05), key
         assert "after temperature scaling" in cmcl("calibrate", trained, "--risk", 0.99, *CPU)[1]
+        record = read(trained / "record.json")
+        assert record.calibration["temperature"] == found["temperature"]
+        assert record.calibration["scaled_ece"] == found["tested"]["scaled_ece"]
+        cmcl("calibrate", trained, "--risk", 0.99, "--limit", 40, *CPU)
+        assert "temperature" not in read(trained / "record.json").calibration, "not of the same data"
+
+    def test_the_temperature_is_saved(self, cmcl, trained, images):
+        """`predict` uses it later, whether a threshold was found or not; the weights are not written."""
+        before = cmcl("predict", trained, *images, "--json")[1]
+        files = {path: path.read_bytes() for path in (trained / "ensemble").glob("*.safetensors")}
+        code, out, _ = cmcl("calibrate", trained, "--json", "--risk", 1e-6, *CPU)
+        temperature = json.loads(out)["temperature"]
+        assert code == 1
+        assert package.load(trained).temperature == temperature != 1
+        assert files == {path: path.read_bytes() for path in files}
+        after = cmcl("predict", trained, *images, "--json")[1]
+        for old, new in zip(json.loads(before), json.loads(after), strict=True):
+            powers = np.array(old["probs"]) ** (1 / temperature)
+            assert new["probs"] == pytest.approx(powers / powers.sum(), abs=1e-3)
+            assert old["members"] == new["members"]
+
+    def test_of_segmentation(self, cmcl, tmp_path):
+        """A temperature, and no threshold."""
+        tiny = replace(find("shapes-ie"), members=2, epochs=None, steps=4, batch_size=4, subset=8)
+        run(tiny, (0,), out=tmp_path, name="shapes", options=QUIET)
+        folder = run_folder(tmp_path, "shapes", tiny, 0)
+        code, out, err = cmcl("calibrate", folder, "--limit", 8, "-o", tmp_path / "t.json", *CPU)
+        assert (code, out) == (2, "")
+        assert "--out must be left out for segmentation" in err
+        code, out, _ = cmcl("calibrate", folder, "--limit", 8, "--json", *CPU)
+        found, test = json.loads(out), evenly_spaced(package.data.load("shapes", split="test"), 8)
+        assert (code, found["threshold"], found["tested"]["examples"]) == (0, None, 4)
+        ensemble = package.load(folder)
+        assert ensemble.temperature == found["temperature"]
+        member_probs = ensemble.predict(test.images[::2]).member_probs
+        expected = calibration.fit_temperature(member_probs, test.targets[::2], ignore_index=255)
+        assert found["temperature"] == pytest.approx(expected, rel=1e-2)
+        assert "after temperature scaling" in cmcl("calibrate", folder, "--limit", 8, *CPU)[1]
+
+    def test_a_folder_that_cannot_be_written(self, cmcl, trained, monkeypatch):
+        monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+        code, out, err = cmcl("calibrate", trained, *CPU)
+        assert (code, out) == (2, "")
+        assert "RUN must name a folder that can be written" in err
 
     def test_none_reaches_the_risk(self, cmcl, trained, images, tmp_path):
         """`calibrate` fails, and `predict` says why it abstains on everything."""

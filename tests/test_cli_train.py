@@ -221,6 +221,40 @@ def test_several_recipes_and_seeds(cmcl, tmp_path, monkeypatch):
     assert [row["name"][-5:] for row in json.loads(out)] == ["seed3", "seed4"]
 
 
+class TestTemperature:
+    def test_nothing_is_scaled_without_held_out_data(self, train, tmp_path):
+        out = train()[1]
+        assert "scaled ECE" not in out
+        command = f"cmcl calibrate {tmp_path / FOLDER} --data digits"
+        assert out.count(f"no temperature: probabilities are not scaled. Fit one with: {command}\n") == 1
+        assert package.load(tmp_path / FOLDER).temperature is None
+        (row,) = json.loads(train("--resume", "--json")[1])
+        assert (row["temperature"], row["scaled_ece"]) == (None, None)
+
+    def test_it_is_that_of_the_held_out_part(self, train, tmp_path):
+        (row,) = json.loads(train("--validation", 0.2, "--json")[1])
+        ensemble, test = package.load(row["run"]), package.data.load("digits", split="test")
+        record = read(Path(row["run"]) / "record.json")
+        assert row["temperature"] == ensemble.temperature == record.calibration["temperature"]
+        prediction = ensemble.predict(test.images)
+        for key, probs in (("ece", prediction.member_probs), ("scaled_ece", prediction.probs[None])):
+            assert row[key] == record.calibration[key]
+            assert row[key] == pytest.approx(100 * package.metrics.ece(probs, test.targets), abs=1e-3)
+        assert row["ece"] != row["scaled_ece"]
+        out = train("--validation", 0.2, "--resume")[1]
+        assert out.splitlines()[1].split()[-4:] == ["scaled", "ECE", "%", "seconds"]
+        assert "no temperature" not in out
+
+    def test_evaluating_again_keeps_that_of_calibrate(self, cmcl, train, tmp_path):
+        """The temperature and its ECE, in the record and with the ensemble."""
+        assert train()[0] == 0
+        assert cmcl("calibrate", tmp_path / FOLDER, "--risk", 0.99, "--device", "cpu")[0] == 0
+        calibrated = read(tmp_path / FOLDER / "record.json").calibration
+        assert train("--resume")[0] == 0
+        assert read(tmp_path / FOLDER / "record.json").calibration == calibrated
+        assert package.load(tmp_path / FOLDER).temperature == calibrated["temperature"]
+
+
 def test_a_run_folder_behind_a_link(train, tmp_path, monkeypatch):
     """Only the folder that is written must be writable."""
     assert train()[0] == 0

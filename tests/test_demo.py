@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import cmcl as package
 from cmcl.cli.explore import METHODS, MORE_SEEDS
+from cmcl.data.dataset import stratified_subset
 from cmcl.reproduction.recipes import RECIPES
+from cmcl.reproduction.record import Record
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,13 +37,31 @@ def test_json(cmcl, tiny, tmp_path, more):
     assert code == 0
     assert list(found) == ["single", "ie", "mcl", "cmcl", "report"]
     for method in METHODS:
-        assert set(found[method]) == {"top1", "oracle", "ece"}
+        assert set(found[method]) == {"top1", "oracle", "ece", "scaled_ece"}
         assert all(0 <= value <= 100 for value in found[method].values())
         assert found[method]["oracle"] <= found[method]["top1"]
     assert found["single"]["oracle"] == found["single"]["top1"], "one member is its own oracle"
     assert found["report"] == str(tmp_path / "d" / "report.html")
     assert "<html" in Path(found["report"]).read_text()
     assert "4/4 CMCL" in err
+
+
+def test_the_temperature_is_that_of_images_outside_the_subset(cmcl, tiny, tmp_path):
+    """It is saved with the ensemble, and the record has the ECE of the test images before and after."""
+    found = json.loads(cmcl("demo", "--out", tmp_path, "--json", "--quiet")[1])["cmcl"]
+    (folder,) = tmp_path.glob("digits-300-cmcl--*")
+    ensemble, record = package.load(folder), Record.load(folder / "record.json")
+    train, test = (package.data.load("digits", split=split) for split in ("train", "test"))
+    inside = {image.numpy().tobytes() for image in stratified_subset(train, 40).images}
+    outside = train.subset([i for i in range(len(train)) if train.images[i].numpy().tobytes() not in inside])
+    assert len(outside) == len(train) - 40
+    prediction = ensemble.predict(outside.images)
+    expected = package.calibration.fit_temperature(prediction.member_probs, outside.targets)
+    assert ensemble.temperature == record.calibration["temperature"] == pytest.approx(expected, rel=1e-3)
+    prediction = ensemble.predict(test.images)
+    for key, probs in (("ece", prediction.member_probs), ("scaled_ece", prediction.probs[None])):
+        assert found[key] == pytest.approx(100 * package.metrics.ece(probs, test.targets), abs=1e-3)
+        assert found[key] == record.calibration[key]
 
 
 def test_the_extra_report_is_optional(cmcl, tiny, tmp_path, without_altair):
@@ -67,6 +88,7 @@ def test_text(cmcl, tiny, tmp_path, monkeypatch):
     assert "cmcl-demo/report.html" in out
     assert "README" in out
     assert "underconfident" in out
+    assert "fitted on training images outside the subset" in out
     assert torch.get_num_threads() == threads
     files = {path: path.read_bytes() for path in Path("cmcl-demo").glob("*/[rt]e*.json*")}
     assert len([path for path in files if path.name in ("record.json", "telemetry.jsonl")]) == 8
@@ -105,3 +127,5 @@ def test_the_papers_point(cmcl, tmp_path):
     assert found["mcl"]["top1"] > 20
     assert found["cmcl"]["top1"] < 6
     assert found["cmcl"]["oracle"] < found["ie"]["oracle"]
+    assert found["cmcl"]["ece"] > 20
+    assert found["cmcl"]["scaled_ece"] < 3

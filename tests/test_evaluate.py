@@ -168,6 +168,19 @@ def test_without_sharing_it_is_what_the_metrics_say():
         assert [a + b for a, b in zip(own, other, strict=True)] == counts
 
 
+def test_the_ece_after_temperature_scaling():
+    """Everything else is of the prediction that is not scaled."""
+    ensemble, test = build(TINY, 0), digits()
+    plain = evaluated(ensemble, test)
+    ensemble.temperature = 0.25
+    found = evaluated(ensemble, test, batch_size=7)
+    scaled = metrics.ece(ensemble.predict(test.images).probs[None], test.targets)
+    expected = {"temperature": 0.25, "scaled_ece": metrics.percent(scaled)}
+    assert found["calibration"] == plain["calibration"] | expected
+    assert found | {"calibration": None} == plain | {"calibration": None}
+    assert expected["scaled_ece"] != plain["calibration"]["ece"]
+
+
 def test_with_sharing_and_ood_data():
     ensemble = build(changed(TINY, sharing=True), 0)
     ood = torch.rand(30, 1, 8, 8) * 3

@@ -71,6 +71,8 @@ def test_the_schema_is_frozen():
         ({"seed": "0"}, "seed"),
         ({"seed": 10**400}, "seed"),
         ({"calibration": RECORD.calibration | {"risk_coverage": []}}, "risk_coverage"),
+        ({"calibration": RECORD.calibration | {"temperature": 0.0}}, "temperature"),
+        ({"calibration": RECORD.calibration | {"scaled_ece": 101.0}}, "scaled_ece"),
         ({"network": {"class": "Net", "parameters": 7}}, "network.digest"),
         ({"format": 99}, "Upgrade"),
         ({"extra": 1}, "no field 'extra'"),
@@ -109,6 +111,18 @@ def test_a_missing_field_with_a_default(tmp_path):
     values = json.loads((tmp_path / "a.json").read_text())
     (tmp_path / "a.json").write_text(json.dumps(without(values, "resumed_with")))
     assert Record.load(tmp_path / "a.json") == RECORD
+
+
+def test_a_temperature_is_optional(tmp_path):
+    """Records without one are written as before; one with it comes back, as the same run."""
+    RECORD.save(tmp_path / "a.json")
+    written = json.loads((tmp_path / "a.json").read_text())["calibration"]
+    assert not {"temperature", "scaled_ece"} & set(written)
+    scaled = changed(RECORD, calibration=RECORD.calibration | {"temperature": 0.5, "scaled_ece": 1.5})
+    scaled.save(tmp_path / "b.json")
+    assert Record.load(tmp_path / "b.json") == scaled
+    assert scaled.scores == RECORD.scores | {"scaled_ece": 1.5}
+    assert scaled.identity == RECORD.identity
 
 
 def test_copies_of_one_run_count_once():

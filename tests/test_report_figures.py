@@ -78,6 +78,16 @@ def test_the_averaged_prediction_as_the_paper_draws_ie():
     assert groups == {"MCL": mcl, "CMCL": mcl, "IE, adversarially trained": ie}
 
 
+def test_reliability_shows_the_ece_before_and_after():
+    plain = run_of("digits-ie", label="a")
+    calibration = plain.record.calibration | {"temperature": 0.5, "scaled_ece": 1.25}
+    scaled = run_of("digits-cmcl", label="b", calibration=calibration)
+    numbers = figures.reliability("f", "t", [plain, scaled]).numbers
+    assert [column.title for column in numbers.columns] == ["Run", "ECE, %", "Temperature", "Scaled ECE, %"]
+    shown = [[value.text for value in row] for row in numbers.rows]
+    assert shown == [["a", "2.50", "–", "–"], ["b", "2.50", "0.50", "1.25"]]
+
+
 def test_reliability_leaves_out_empty_bins():
     figure = figures.reliability("f", "t", [run_of("digits-ie")])
     points = [p for layer in (1, 2) for p in values(figure.panels[0], layer)]

@@ -102,6 +102,23 @@ def test_errors_in_percent():
     assert texts(run_table(record).rows[0])[1:6] == ["3.00", "2.00", "1.00", "7.00", "2.50"]
 
 
+def test_the_ece_after_temperature_scaling_where_it_is_known():
+    def scaled(name, seed, ece):
+        record = made_record(name, seed)
+        return changed(record, calibration=record.calibration | {"temperature": 0.5, "scaled_ece": ece})
+
+    assert "Scaled ECE" not in markdown.markdown(run_table(*twice("digits-ie")))
+    known = [scaled("digits-ie", seed, 1.0 + 2 * seed) for seed in (0, 1)]
+    table = run_table(*known, scaled("digits-cmcl", 0, 0.5), made_record("digits-cmcl", 1))
+    assert [column.title for column in table.columns][5:7] == ["ECE", "Scaled ECE"]
+    assert "after temperature scaling" in table.note
+    assert [row[6].text for row in table.rows] == ["2.00 ± 1.41", "1.00", "3.00", "–", "0.50", "–"]
+    assert summed(*known, scaled("digits-cmcl", 0, 0.5))[0].endswith(
+        " and an ECE of 2.50 against 2.50 %, 0.50 against 2.00 % after temperature scaling."
+    )
+    assert summed(*known, made_record("digits-cmcl"))[0].endswith(" and an ECE of 2.50 against 2.50 %.")
+
+
 def test_seeds_have_their_mean_before_them():
     runs = [made_record("digits-ie", seed, top1=2.0 + 2 * seed, oracle=1.0) for seed in (0, 1)]
     partial = [made_record("digits-mcl", seed, full_length=False) for seed in (0, 1)]

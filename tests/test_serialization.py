@@ -3,6 +3,7 @@
 import json
 import os
 import pickletools
+import shutil
 import time
 from hashlib import sha256
 
@@ -15,6 +16,7 @@ import cmcl
 from cmcl import Ensemble
 from cmcl._files import DiskFullError
 from cmcl.data.transforms import ZCA, MeanStd
+from cmcl.serialization import save_temperature
 
 
 def small():
@@ -73,6 +75,22 @@ def test_the_temperature_is_saved(saved, tmp_path):
     for use in (lambda: ensemble.save(tmp_path / "scaled"), lambda: ensemble.predict(x)):
         with pytest.raises(ValueError, match="temperature must be"):
             use()
+
+
+def test_a_temperature_for_a_saved_ensemble(saved, tmp_path):
+    """Weights and everything else stay as they are, and the folder can be loaded."""
+    folder = tmp_path / "copy"
+    shutil.copytree(saved[1], folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    save_temperature(folder, 0.25)
+    assert cmcl.load(folder).temperature == 0.25
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    old, new = (json.loads(files.pop("config.json")) for files in (before, after))
+    assert after == before
+    assert {key for key in new if new[key] != old[key]} == {"temperature", "sha256"}
+    with pytest.raises(ValueError, match="temperature must be"):
+        save_temperature(folder, 0.0)
+    assert cmcl.load(folder).temperature == 0.25
 
 
 @pytest.mark.parametrize("name", cmcl.networks.NETWORKS)

@@ -837,6 +837,6 @@ def test_what_is_chosen_by_is_not_the_test_set():
     fit(ensemble, train, recipe=recipe, test=test, options=Options(quiet=True, evaluate_every=1))
     scored = [n for training, n in looked if not training]
     assert scored[:3] == [2, 2, 2], "whether train, the held-out part and test fit"
-    assert len(scored) == 3 + 3
+    assert len(scored) == 3 + 4, "an epoch each, the temperature, test"
     assert scored.count(77) == 1, "the test set once, at the end"
     assert scored[-1] == 77

@@ -106,15 +106,19 @@ def save(ensemble: Ensemble, path: str | Path, *, with_transform: bool = False) 
     data = safetensors.torch.save(_tensors(ensemble) | tensors)
     checksum = sha256(data).hexdigest()
     weights = Weights(file=f"weights-{checksum[:12]}.safetensors", sha256=checksum)
-    values = _config(ensemble, transform, weights).model_dump(mode="json")
-    values["sha256"] = _checksum(values)
+    config = _config(ensemble, transform, weights)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / weights.file) as part:
         part.write_bytes(data)
-    with replacing(folder / "config.json") as part:
-        part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    _write_config(folder, config)
     if old and old.weights.file != weights.file:
         (folder / old.weights.file).unlink(missing_ok=True)
+
+
+def save_temperature(path: str | Path, temperature: float) -> None:
+    """Set the temperature of the ensemble in a folder that `save` wrote; the weights stay as they are."""
+    config = _read_config(Path(path)).model_dump() | {"temperature": temperature}
+    _write_config(Path(path), Config.parse(config, source="the ensemble"))
 
 
 def saved_checksum(path: str | Path) -> str:
@@ -275,6 +279,13 @@ def _below(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def _checksum(values: dict[str, Any]) -> str:
     rest = {key: value for key, value in values.items() if key != "sha256"}
     return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _write_config(folder: Path, config: Config) -> None:
+    values = config.model_dump(mode="json")
+    values["sha256"] = _checksum(values)
+    with replacing(folder / "config.json") as part:
+        part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def _read_config(folder: Path) -> Config:

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cmcl.data import DATASETS, Dataset, from_arrays, load, load_recipe, split_validation
-from cmcl.data.dataset import default_ignore_index, evenly_spaced, hold_out, not_ignored, stratified_subset
+from cmcl.data.dataset import (
+    default_ignore_index,
+    evenly_spaced,
+    hold_out,
+    not_ignored,
+    outside_subset,
+    stratified_subset,
+)
 
 
 def tiny(n=6, classes=3):
@@ -52,6 +59,10 @@ def test_a_stratified_subset_takes_equally_many_of_every_class():
     assert chosen.checksum == stratified_subset(data, 10).checksum
     assert (chosen.images.flatten().diff() > 0).all()  # in the order of the dataset
     assert stratified_subset(data, 100).checksum == data.checksum
+    rest = outside_subset(data, 10)
+    assert len(rest) == 90
+    values = [part.images.flatten().tolist() for part in (data, chosen, rest)]  # all different
+    assert sorted(values[1] + values[2]) == values[0]
     larger = stratified_subset(data, 25)
     assert set(chosen.images.flatten().tolist()) <= set(larger.images.flatten().tolist())
     scenes = load("shapes", groups=3, per_group=5, size=8)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -196,6 +197,12 @@ def say(text: str, *, err: bool = False) -> None:
         )
         text = "\n".join(map(wrap.fill, text.split("\n")))
     typer.echo(text, err=err)
+
+
+def say_unscaled(run: object, data: str | None) -> None:
+    """Print that the probabilities of a run are not scaled, and the command that fits a temperature."""
+    command = shlex.join(["cmcl", "calibrate", str(run), *(["--data", data] if data else [])])
+    typer.echo(f"no temperature: probabilities are not scaled. Fit one with: {command}")
 
 
 def print_json(value: Any) -> None:

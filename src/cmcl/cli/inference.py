@@ -30,6 +30,7 @@ COLUMNS = {  # metric -> its column
     "oracle": ">oracle",
     "member": ">member",
     "ece": ">ECE",
+    "scaled_ece": ">scaled ECE",
     "entropy": ">entropy",
     "ood_entropy": ">OOD entropy",
     "auroc": ">AUROC",
@@ -59,8 +60,9 @@ def evaluate(
 ) -> None:
     """Measure trained ensembles on test images.
 
-    Errors and calibration in percent, entropy in nats. --ood adds the entropy on out-of-distribution images
-    and the AUROC of detecting them by it.
+    Errors and calibration in percent, entropy in nats. ECE is that of the averaged prediction, scaled ECE
+    the same after temperature scaling. --ood adds the entropy on out-of-distribution images and the AUROC of
+    detecting them by it.
     """
     from ..data.dataset import evenly_spaced
 
@@ -82,37 +84,47 @@ def evaluate(
         return
     for name in dict.fromkeys(result["data"] for result in results):
         _print_scores([result for result in results if result["data"] == name])
+    if unscaled := [result for result in results if result["temperature"] is None]:
+        common.say_unscaled(unscaled[0]["run"], unscaled[0]["data"])
 
 
 def _print_scores(results: list[dict[str, Any]]) -> None:
     """The ensembles evaluated on one dataset; seeds of one recipe have a mean."""
-    first, keys = results[0], [key for key in COLUMNS if key in results[0]]
+    first = results[0]
+    keys = [key for key in COLUMNS if any(result.get(key) is not None for result in results)]
     title = f"{first['data']}: {first['examples']:,} test images, errors and ECE in %"
     title += f", OOD: {first['ood']}" if first["ood"] else ""
     rows = [[result["name"], *(common.number(result[key]) for key in keys)] for result in results]
     if len(rows) > 1 and len({result["name"].rpartition("--seed")[0] for result in results}) == 1:
-        rows.append(["mean", *(common.number(fmean(result[key] for result in results)) for key in keys)])
+        columns = [[result[key] for result in results] for key in keys]
+        means = (None if None in column else common.number(fmean(column)) for column in columns)
+        rows.append(["mean", *means])
     common.print_table(("ensemble", *(COLUMNS[key] for key in keys)), rows, title=title)
 
 
 def _measure(
     ensemble: "Ensemble", test: "Dataset", ood_data: "Dataset | None", batch: int
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     from .. import metrics
     from .._messages import progress_bar
     from ..data.dataset import default_ignore_index
 
-    scores = metrics.Accumulator(curves=ood_data is not None)
+    scores, scaled = metrics.Accumulator(curves=ood_data is not None), metrics.Accumulator()
     batch = metrics.examples_per_batch(test.targets, batch)
     pairs = list(zip(test.images.split(batch), test.targets.split(batch), strict=True))
     for images, targets in progress_bar(pairs, "test"):
-        probs = ensemble.predict(images).member_probs.cpu()
-        scores.update(probs, targets, ignore_index=default_ignore_index(targets, probs.shape[2]))
+        predicted = ensemble.predict(images)
+        ignore = default_ignore_index(targets, predicted.probs.shape[1])
+        scores.update(predicted.member_probs.cpu(), targets, ignore_index=ignore)
+        if ensemble.temperature is not None:
+            scaled.update(predicted.probs[None].cpu(), targets, ignore_index=ignore)
     for images in () if ood_data is None else progress_bar(ood_data.images.split(batch), "OOD"):
         scores.update_ood(ensemble.predict(images).member_probs.cpu())
     found = scores.compute()
     errors = {f"{name}_error": name for name in ("top1", "picked", "oracle", "member")} | {"ece": "ece"}
     values = {name: metrics.percent(found[key]) for key, name in errors.items()}
+    after = None if ensemble.temperature is None else metrics.percent(scaled.compute()["ece"])
+    values |= {"scaled_ece": after, "temperature": ensemble.temperature}
     return values | {key: round(found[key], 6) for key in ("entropy", "ood_entropy", "auroc") if key in found}
 
 
@@ -133,26 +145,67 @@ def calibrate(
     device: common.Device = "auto",
     as_json: common.AsJson = False,
 ) -> None:
-    """Fit the temperature and a threshold to abstain by.
+    """Fit and save the temperature; fit a threshold to abstain by.
 
-    Fits both on every second test image and tests them on the others. With the given confidence, at most the
-    given fraction of the predictions made is wrong. This holds for new images from the same distribution, if
-    risk, confidence and score are chosen beforehand. Exit code 1: no threshold reaches the risk.
+    Fits both on every second test image and tests them on the others. The temperature is saved with the
+    ensemble, for predict, evaluate and export. With the given confidence, at most the given fraction of the
+    predictions made is wrong. This holds for new images from the same distribution, if risk, confidence and
+    score are chosen beforehand. Exit code 1: no threshold reaches the risk.
+    Segmentation has a temperature and no threshold.
     """
-    from .. import calibration, metrics
+    from .. import calibration
     from ..serialization import saved_checksum
 
     calibration.check_guarantee(risk, confidence, score)
     common.check_writable(out, "--out")
     saved = find_saved(run)
+    common.check_writable(saved.folder, "RUN", folder=True)
     device = common.check_device(device)
     ensemble = saved.load(root=root, device=device, network=network, logits=logits)
     test = load_test(saved, ensemble, data, root, option, limit)
+    threshold = None
+    if test.targets.ndim > 1:
+        if out is not None:
+            raise ValueError("--out must be left out for segmentation, which has no threshold. Got a file.")
+        temperature, tested = _calibrate_pixels(ensemble, test)
+    else:
+        goal = {"risk": risk, "confidence": confidence, "score": score}
+        temperature, threshold, tested = _calibrate_images(ensemble, test, **goal)
+        threshold = threshold.model_copy(update={"weights": saved_checksum(saved.folder)})
+    same_data = limit is None and not option and data in (None, saved.data)
+    found = {"temperature": temperature, "scaled_ece": tested["scaled_ece"]}
+    _save_temperature(saved.folder, found, in_record=same_data)
+    if as_json:
+        shown = threshold and threshold.to_json()
+        common.print_json({"temperature": temperature, "threshold": shown, "tested": tested})
+    else:
+        common.say(f"temperature {temperature:.3g}, saved in {saved.folder}")
+        text = f"On {tested['examples']:,} other images: "
+        if threshold is not None:
+            common.say(f"threshold: {threshold}.")
+            text += f"coverage {tested['predicted'] / tested['examples']:.1%}, {tested['errors']} of "
+            text += f"{tested['predicted']:,} predictions wrong; "
+        common.say(
+            f"{text}ECE {tested['ece']:.2f} %, after temperature scaling {tested['scaled_ece']:.2f} %."
+        )
+    if threshold is not None and out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as part:
+            part.write_text(json.dumps(threshold.to_json(), indent=1) + "\n", encoding="utf-8")
+    if threshold is not None and not threshold.reached:
+        common.note(f"no threshold reaches a risk of {risk:g}: the ensemble would abstain on every image.")
+        raise typer.Exit(common.FAILED)
+
+
+def _calibrate_images(
+    ensemble: "Ensemble", test: "Dataset", **goal: Any
+) -> "tuple[float, Threshold, dict[str, Any]]":
+    """Temperature and threshold of every second image, and how they do on the others."""
+    from .. import calibration, metrics
+
     probs = ensemble.predict(test.images, batch_size=BATCH).member_probs.cpu()
     fitted, other, truth = probs[:, ::2], probs[:, 1::2], test.targets[1::2]
-    threshold = calibration.fit_threshold(
-        fitted, test.targets[::2], risk=risk, confidence=confidence, score=score
-    ).model_copy(update={"weights": saved_checksum(saved.folder)})
+    threshold = calibration.fit_threshold(fitted, test.targets[::2], **goal)
     temperature = calibration.fit_temperature(fitted, test.targets[::2])
     scaled = calibration.apply_temperature(other, temperature)[None]
     predictions = calibration.decide(other, threshold)
@@ -164,22 +217,31 @@ def calibrate(
         "ece": metrics.percent(metrics.ece(other, truth)),
         "scaled_ece": metrics.percent(metrics.ece(scaled, truth)),
     }
-    if as_json:
-        common.print_json({"temperature": temperature, "threshold": threshold.to_json(), "tested": tested})
-    else:
-        common.say(
-            f"temperature {temperature:.3g}\nthreshold: {threshold}.\nOn {len(truth):,} other images: "
-            f"coverage {tested['predicted'] / len(truth):.1%}, {tested['errors']} of {tested['predicted']:,} "
-            f"predictions wrong; ECE {tested['ece']:.2f} %, after temperature scaling "
-            f"{tested['scaled_ece']:.2f} %."
-        )
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as part:
-            part.write_text(json.dumps(threshold.to_json(), indent=1) + "\n", encoding="utf-8")
-    if not threshold.reached:
-        common.note(f"no threshold reaches a risk of {risk:g}: the ensemble would abstain on every image.")
-        raise typer.Exit(common.FAILED)
+    return temperature, threshold, tested
+
+
+def _calibrate_pixels(ensemble: "Ensemble", test: "Dataset") -> tuple[float, dict[str, Any]]:
+    """The temperature of every second image's pixels, and how it does on the others."""
+    from ..training.scoring import held_out_temperature
+
+    ensemble.temperature = held_out_temperature(ensemble, test[::2], batch_size=BATCH)
+    found, other = ensemble.temperature, test[1::2]
+    measured = _measure(ensemble, other, None, BATCH)
+    return found, {"examples": len(other)} | {key: measured[key] for key in ("ece", "scaled_ece")}
+
+
+def _save_temperature(folder: Path, found: dict[str, float], *, in_record: bool) -> None:
+    """Save the temperature with the ensemble; in the record of its run, too, if it has the same test data."""
+    from ..reproduction.record import read
+    from ..serialization import save_temperature, saved_checksum
+
+    save_temperature(folder, found["temperature"])
+    for path in (folder / "record.json", folder.absolute().parent / "record.json"):
+        record = read(path)
+        if record is not None and record.weights == saved_checksum(folder):
+            kept = {key: value for key, value in record.calibration.items() if key not in found}
+            calibration = kept | (found if in_record else {})
+            record.model_copy(update={"calibration": calibration}).save(path)
 
 
 def export(

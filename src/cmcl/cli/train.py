@@ -224,6 +224,8 @@ def _show(done: "Sequence[tuple[Job, Record]]", as_json: bool) -> None:
             "oracle": record.errors["expected"]["oracle"],
             "member": round(fmean(record.members), 6),
             "ece": record.calibration["ece"],
+            "scaled_ece": record.calibration.get("scaled_ece"),
+            "temperature": record.calibration.get("temperature"),
             "seconds": record.seconds,
         }
         for job, record in done
@@ -233,6 +235,8 @@ def _show(done: "Sequence[tuple[Job, Record]]", as_json: bool) -> None:
         return
     for name in dict.fromkeys(row["name"] for row in rows):
         _print_runs([row for row in rows if row["name"] == name])
+    if unscaled := [job for job, record in done if "temperature" not in record.calibration]:
+        common.say_unscaled(unscaled[0].folder, unscaled[0].recipe.data)
     for row in rows:
         typer.echo(row["run"])  # not wrapped, to be copied
 
@@ -241,15 +245,16 @@ def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
     """The seeds of one recipe."""
     from ..reproduction.record import spread
 
-    keys = ("top1", "oracle", "member", "ece", "seconds")
-    lines = [[row["seed"], *(common.number(row[key]) for key in keys)] for row in rows]
+    columns = {"top1": "top-1", "oracle": "oracle", "member": "member", "ece": "ECE"}
+    if all(row["scaled_ece"] is not None for row in rows):
+        columns["scaled_ece"] = "scaled ECE"
+    lines = [[row["seed"], *(common.number(row[key]) for key in (*columns, "seconds"))] for row in rows]
     if len(rows) > 1:
-        spreads = (spread([row[key] for row in rows]) for key in keys[:-1])
+        spreads = (spread([row[key] for row in rows]) for key in columns)
         lines.append(["mean", *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in spreads), ""])
-    columns = ("seed", ">top-1 %", ">oracle %", ">member %", ">ECE %", ">seconds")
-    common.print_table(
-        columns, lines, title=f"{rows[0]['name']}: errors on {rows[0]['examples']:,} test images"
-    )
+    heads = ("seed", *(f">{title} %" for title in columns.values()), ">seconds")
+    title = f"{rows[0]['name']}: errors on {rows[0]['examples']:,} test images"
+    common.print_table(heads, lines, title=title)
     typer.echo()
 
 

@@ -111,6 +111,16 @@ def evenly_spaced(dataset: Dataset, n: int | None) -> Dataset:
 
 def stratified_subset(dataset: Dataset, n: int) -> Dataset:
     """n examples drawn evenly from the classes (or groups); the same ones each time."""
+    return dataset.subset(sorted(_drawn_evenly(dataset, n)[:n]))
+
+
+def outside_subset(dataset: Dataset, n: int) -> Dataset:
+    """The examples that `stratified_subset` leaves out."""
+    return dataset.subset(sorted(_drawn_evenly(dataset, n)[n:]))
+
+
+def _drawn_evenly(dataset: Dataset, n: int) -> list[int]:
+    """All positions, in the order in which a stratified subset of n takes them."""
     if n > len(dataset):
         raise ValueError(f"subset must be at most {len(dataset)}, the size of the dataset. Got {n}.")
     strata = _strata(dataset)
@@ -119,7 +129,7 @@ def stratified_subset(dataset: Dataset, n: int) -> Dataset:
     for i in torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist():
         turn[i] = taken[strata[i]]
         taken[strata[i]] += 1
-    return dataset.subset(sorted(sorted(turn, key=turn.__getitem__)[:n]))
+    return sorted(turn, key=turn.__getitem__)
 
 
 def split_validation(dataset: Dataset, fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:

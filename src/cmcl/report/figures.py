@@ -183,12 +183,17 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
     )
     size = alt.Size("images:Q", legend=None, scale=alt.Scale(range=[15, 160]))
     drawn = diagonal + lines.mark_line(strokeWidth=1.5) + lines.mark_circle(opacity=0.9).encode(size=size)
-    rows = [[Value(run.label), number(run.measured.calibration["ece"])] for run in runs]
-    numbers = _numbers(id, "Expected calibration error", ["Run", "ECE, %"], rows)
+    columns = {"ece": "ECE, %", "temperature": "Temperature", "scaled_ece": "Scaled ECE, %"}
+    rows = []
+    for run in runs:
+        found: Mapping[str, Any] = run.measured.calibration
+        rows.append([Value(run.label), *(number(found.get(key)) for key in columns)])
+    name = "Expected calibration error before and after temperature scaling"
+    numbers = _numbers(id, name, ["Run", *columns.values()], rows)
     caption = (
         "Confidence of the averaged prediction against its accuracy; the size of a circle is the number of "
         "images. On the diagonal it is calibrated, above underconfident, below overconfident. Temperature "
-        "scaling fixes both: cmcl.calibration.fit_temperature."
+        "scaling fixes both: train with held-out data (validation), or run cmcl calibrate."
     )
     return Figure(id, title, caption, [_panel("", drawn, 260)], numbers, legend=legend)
 

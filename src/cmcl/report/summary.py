@@ -65,9 +65,11 @@ def sentence(where: str, mine: Sequence[Record], other: Sequence[Record]) -> str
 
     who = f"CMCL and {METHODS[method_of(other[0])]}" if other else "CMCL"
     top1 = Comparison.of(mine, other) if other else f"{means('top1')} (n = {len(mine)})"
+    known = all("scaled_ece" in record.scores for record in (*mine, *other))
+    scaled = f", {means('scaled_ece')} after temperature scaling" if known else ""
     return (
         f"{who} on {where} {'have' if other else 'has'} a top-1 error of {top1}, an oracle error of "
-        f"{means('oracle')} and an ECE of {means('ece')}."
+        f"{means('oracle')} and an ECE of {means('ece')}{scaled}."
     )
 
 

@@ -54,6 +54,7 @@ NOTE = (
     "member for each example. Member: mean over the members. ECE: expected calibration error. Mean ± "
     "standard deviation over seeds comes before the single runs."
 )
+SCALED = " Scaled ECE: after temperature scaling."
 
 
 def number(value: float | None, digits: int = 2) -> Value:
@@ -210,24 +211,33 @@ def spread_text(found: Mapping[str, Any]) -> str:
 
 def run_table(groups: Sequence[Sequence[Run]]) -> Table:
     """A row for each run, and before the seeds of a recipe their mean; `groups` as `repeats` returns them."""
-    columns = names("Run") + [Column(title) for title in ERRORS.values()]
+    errors, note = ERRORS, NOTE
+    if any("scaled_ece" in run.measured.scores for group in groups for run in group):
+        errors, note = ERRORS | {"scaled_ece": "Scaled ECE"}, NOTE + SCALED
+    columns = names("Run") + [Column(title) for title in errors.values()]
     columns += [*names("Method", "Data"), Column("Seed"), Column("Seconds")]
     rows = []
     for group in groups:
         about = [Value(METHODS[group[0].method or "ie"]), Value(dataset_title(group[0].data))]
         if len(group) > 1 and group[0].measured.complete:
-            spreads = [spread([run.measured.scores[key] for run in group]) for key in ERRORS]
-            means = [Value(spread_text(found), found["mean"]) for found in spreads]
+            means = [_mean([run.measured.scores.get(key) for run in group]) for key in errors]
             name = Value(f"{_common_name(group)}: mean", link=group[0].measured.name)
             rows.append([name, *means, *about, Value(f"n = {len(group)}"), Value("")])
         for run in group:
             record = run.measured
             name = Value(run.label + ("" if record.complete else " (partial)"), link=record.name)
-            numbers = [number(record.scores[key]) for key in ERRORS]
+            numbers = [number(record.scores.get(key)) for key in errors]
             seed, seconds = Value(str(run.seed), run.seed), Value(f"{record.seconds:,.0f}", record.seconds)
             rows.append([name, *numbers, *about, seed, seconds])
     source = origin(run.measured for group in groups for run in group)
-    return Table("summary", "Errors on the test set, %", columns, rows, NOTE, source)
+    return Table("summary", "Errors on the test set, %", columns, rows, note, source)
+
+
+def _mean(values: Sequence[float | None]) -> Value:
+    """Mean and standard deviation; a dash unless all values are known."""
+    known = [value for value in values if value is not None]
+    found = spread(known) if len(known) == len(values) else None
+    return number(None) if found is None else Value(spread_text(found), found["mean"])
 
 
 def _common_name(group: Sequence[Run]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks, metrics
+from .. import _checks, calibration, metrics
 from .._messages import progress_bar
 from ..data.dataset import Dataset, default_ignore_index
 from ..ensemble import Ensemble
@@ -46,10 +46,15 @@ def evaluate_run(
         gallery: collects images for the report.
     """
     scores, entropies = metrics.Accumulator(curves=True), Entropies()
+    temperature, scaled = ensemble.temperature, metrics.Accumulator()
     batch_size = metrics.examples_per_batch(targets, batch_size)
     batches = predictions(ensemble, images, batch_size=batch_size, title=title)
     for probs, part, start in _with_targets(batches, targets):
-        scores.update(probs, part, ignore_index=default_ignore_index(targets, probs.shape[2]))
+        ignore = default_ignore_index(targets, probs.shape[2])
+        scores.update(probs, part, ignore_index=ignore)
+        if temperature is not None:
+            averaged = calibration.apply_temperature(probs, temperature)
+            scaled.update(averaged[None], part, ignore_index=ignore)
         entropies.update(probs, part)
         if gallery is not None:
             gallery.update(probs, start)
@@ -62,11 +67,14 @@ def evaluate_run(
         for probs in predictions(ensemble, ood, batch_size=batch_size, title=title and f"{title}, OOD"):
             scores.update_ood(probs)
             entropies.update(probs, None)
+    after = {}
+    if temperature is not None:
+        after = {"temperature": temperature, "scaled_ece": metrics.percent(scaled.compute()["ece"])}
     return {
         "errors": {"expected": errors, "sampled": sampled},
         "members": metrics.percent(scores.member_errors),
         "classwise": metrics.percent(scores.classwise_accuracy),
-        "calibration": _calibration(scores),
+        "calibration": _calibration(scores) | after,
         "entropy": entropies.compute(scores.classwise_accuracy > SPECIALISED),
     }
 

@@ -46,9 +46,11 @@ class Reliability(TypedDict):
 
 
 class Calibration(TypedDict):
-    """Of the averaged prediction. ECE is in percent."""
+    """Of the averaged prediction, not scaled by a temperature unless said. ECE is in percent."""
 
     ece: Percent
+    temperature: NotRequired[Annotated[float, Field(gt=0)]]  # of the ensemble, if it has one ...
+    scaled_ece: NotRequired[Percent]  # ... and the ECE after scaling by it
     nll: NotRequired[float]
     brier: NotRequired[float]
     aurc: NotRequired[float]
@@ -151,9 +153,13 @@ class Record(Schema):
 
     @property
     def scores(self) -> dict[str, float]:
-        """What tables show, in percent: top1, picked and oracle error, the mean of the members', and ECE."""
+        """What tables show, in percent: top1, picked and oracle error, the mean of the members', and ECE.
+
+        `scaled_ece` is the ECE after temperature scaling, if the ensemble has a temperature.
+        """
         found: Any = self.errors["expected"]
-        return {**found, "member": fmean(self.members), "ece": self.calibration["ece"]}
+        calibration = {key: value for key, value in self.calibration.items() if key in ("ece", "scaled_ece")}
+        return {**found, "member": fmean(self.members), **calibration}
 
     @property
     def identity(self) -> str:

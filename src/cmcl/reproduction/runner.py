@@ -21,12 +21,13 @@ from ..data.registry import nearest
 from ..data.transforms import PRESETS, Transform, fit_cached, transform_cached
 from ..ensemble import Ensemble
 from ..networks import NETWORKS
-from ..serialization import saved_checksum
+from ..serialization import save_temperature, saved_checksum
 from ..training import Options, Result, fit
 from ..training.batches import hold_out
 from ..training.checkpoint import last_step, locked
 from ..training.config import Recipe
 from ..training.preflight import preflight
+from ..training.scoring import held_out_temperature
 from . import environment
 from .evaluate import evaluate_errors, evaluate_run
 from .gallery import GalleryBuilder
@@ -60,6 +61,7 @@ def run(
     options: Options | None = None,
     steps: int | None = None,
     test_limit: int | None = None,
+    held_out: Dataset | None = None,
 ) -> list[Record]:
     """Train a recipe with each of these seeds and evaluate it: a run folder and a record per seed.
 
@@ -74,6 +76,7 @@ def run(
         options: how the runs are carried out.
         steps: shorten the runs to this number of steps, to try them out. Such a record fills no cell.
         test_limit: evaluate on this number of test examples only. Such a record fills no cell.
+        held_out: raw images to fit the temperature to, if the recipe holds out none.
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be different numbers, at least one. Got {list(seeds)}.")
@@ -88,6 +91,8 @@ def run(
     for seed in seeds:
         folder = run_folder(out, name, recipe, seed)
         ensemble, trained = _train(recipe, seed, sets, folder, ending_at(end, options), test_limit)
+        if held_out is not None:
+            ensemble.temperature = held_out_temperature(ensemble, held_out)
         facts = {"name": name, "seed": seed, "full_length": steps is None}
         record = _evaluate(ensemble, recipe, sets, folder, options, test_limit, facts | trained)
         if results is not None:
@@ -163,6 +168,7 @@ def _evaluate(
 ) -> Record:
     """The record of a trained ensemble; writes record.json, ensemble/ and gallery/."""
     ensemble.save(folder / "ensemble")
+    weights = saved_checksum(folder / "ensemble")
     test, ood = sets.test[:limit], sets.ood and sets.ood[:limit]
     title, batch = f"seed {facts['seed']}", options.evaluation_batch
     more = "" if ood is None else f", and on {len(ood):,} OOD images of {ood.source}"
@@ -180,24 +186,33 @@ def _evaluate(
         title="" if options.quiet else title,
         gallery=gallery,
     )
+    if ensemble.temperature is None:
+        evaluated["calibration"] |= _calibrated_before(folder, weights)
     held_out = hold_out(sets.train, recipe.validation)[1]
     record = Record(
         recipe=recipe.to_json(),
         recipe_hash=recipe.hash,
-        weights=saved_checksum(folder / "ensemble"),
+        weights=weights,
         test_examples=len(test),
         full_test=len(test) == len(sets.test),
         checksums=sets.checksums,
         ood=None if ood is None else OOD[str(recipe.data)],
-        validation=evaluate_errors(ensemble, held_out, batch_size=batch)  # type: ignore[arg-type]
-        if isinstance(held_out, Dataset)
-        else None,
+        validation=None if held_out is None else evaluate_errors(ensemble, held_out, batch_size=batch),  # type: ignore[arg-type]
         **facts,
         **evaluated,
     )
     record.save(folder / "record.json")
     gallery.write(folder / "gallery")
     return record
+
+
+def _calibrated_before(folder: Path, weights: str) -> dict[str, Any]:
+    """The temperature that `cmcl calibrate` gave this run, for its record; the saved ensemble keeps it."""
+    before = read(folder / "record.json")
+    if before is None or before.weights != weights or "temperature" not in before.calibration:
+        return {}
+    save_temperature(folder / "ensemble", before.calibration["temperature"])
+    return {key: before.calibration[key] for key in ("temperature", "scaled_ece")}
 
 
 def load_data(recipe: Recipe, *, root: str | Path | None = None, cache: str | Path | None = None) -> RunData:

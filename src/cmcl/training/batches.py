@@ -35,7 +35,7 @@ def subset(train: Data, count: int | None) -> Data:
     return stratified_subset(train, count)
 
 
-def hold_out(train: Data, fraction: float) -> tuple[Data, Data | None]:
+def hold_out(train: Data, fraction: float) -> tuple[Data, Dataset | None]:
     """The rest to train on, and the stratified fraction of a `Dataset` that is held out for validation."""
     if not fraction:
         return train, None

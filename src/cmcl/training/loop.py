@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .._messages import warn
+from ..data.dataset import Dataset
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from .augment import Augmentation
@@ -24,7 +25,7 @@ from .config import Options, Recipe, check_seed
 from .cuda import Captured, captured, execution, use_compiler
 from .preflight import AUTO, Plan, preflight, task_name
 from .progress import Progress
-from .scoring import evaluate
+from .scoring import evaluate, held_out_temperature
 from .step import Step, TrainState
 
 
@@ -40,6 +41,7 @@ class Result:
     task: str | None = None  # the name of a task loss of the user's own
     data: str | None = None  # a description of the training data
     batch_size: int | None = None  # of a DataLoader, if it has one
+    temperature: float | None = None  # of the ensemble, fitted to held-out data; None: there are none
 
     def __post_init__(self) -> None:
         self.steps, self.seconds = int(self.steps), float(self.seconds)
@@ -73,8 +75,9 @@ def fit(
         train: a `Dataset`, a pair (images (N, ...), targets (N, ...)) of tensors or arrays, or a DataLoader.
             Targets are classes from 0 on. uint8 images (N, C, H, W) go through `ensemble.transform`, which
             is fitted to them if it is not set.
-        recipe: method, length, optimizer. Its `validation` fraction of a `Dataset` is held out and scored
-            during training; `test` only if nothing is held out.
+        recipe: method, length, optimizer. Its `validation` fraction of a `Dataset` is held out, scored
+            during training (`test` only if nothing is held out), and fits `ensemble.temperature` at the end;
+            without it the averaged prediction is not scaled.
         seed: of data order, masks and labels.
         test: data for the scores at the end.
         task: the loss of a specialist, as for `confident_oracle_loss`: class weights, label smoothing.
@@ -109,6 +112,7 @@ def fit(
                 state, resume, task=task_name(task), data=_describe(plan, batches, ignore_index, augment)
             )
             ensemble.transform, ensemble.classes = plan.transform, plan.classes
+            ensemble.temperature = None  # of other weights, if any
         if recipe.method != "ie" and recipe.warm_start >= epochs:
             warn(
                 f"the run ends in its warm start ({recipe.warm_start} epochs of {epochs}), so it trains an "
@@ -155,6 +159,8 @@ def fit(
         if state.average is not None:
             state.average.swap()
         ensemble.eval()
+        if plan.held_out is not None:
+            ensemble.temperature = _temperature(ensemble, plan.held_out, options, ignore_index)
         scores = None if plan.test is None else _scores(ensemble, plan.test, options, ignore_index)
     return Result(
         state.step,
@@ -165,6 +171,7 @@ def fit(
         task=task_name(task),
         data=_learned_from(train, batches),
         batch_size=train.batch_size if isinstance(train, DataLoader) else None,
+        temperature=ensemble.temperature,
     )
 
 
@@ -216,6 +223,14 @@ def _scores(
     devices = {p.device.index for p in ensemble.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices):  # masks drawn at test time must not change the training
         return evaluate(ensemble, data, batch_size=options.evaluation_batch, ignore_index=ignore_index)
+
+
+def _temperature(
+    ensemble: Ensemble, held_out: Dataset, options: Options, ignore_index: int | str | None
+) -> float:
+    with torch.random.fork_rng(devices=[]):  # for masks drawn at test time
+        size = options.evaluation_batch
+        return held_out_temperature(ensemble, held_out, batch_size=size, ignore_index=ignore_index)
 
 
 def _describe(

@@ -39,7 +39,7 @@ class Plan:
     options: Options
     device: torch.device
     train: Data
-    validation: Data | None  # scored during training: the held-out part of train, or test
+    held_out: Dataset | None  # the part of train that nothing is learned from
     test: Data | None
     transform: Transform | None  # of the ensemble, from now on
     classes: Sequence[str] | None  # their names, for the ensemble
@@ -49,6 +49,11 @@ class Plan:
     check_targets: Callable[[Tensor], None]  # of a DataLoader's later batches
     frozen: list[nn.Module]  # modules that the user set to eval mode
     augment: Augmentation | None
+
+    @property
+    def validation(self) -> Data | None:
+        """The data that are scored during training: the held-out part of train, or test."""
+        return self.test if self.held_out is None else self.held_out
 
     def batches(self) -> Batches:
         """The batches of the run, on the device."""
@@ -122,7 +127,7 @@ def preflight(
         options=options,
         device=device,
         train=train,
-        validation=held_out or test,
+        held_out=held_out,
         test=test,
         transform=transform,
         classes=_class_names(train) if isinstance(train, Dataset) else ensemble.classes,

@@ -1,14 +1,18 @@
-"""The errors of an ensemble on data it was not trained on."""
+"""The errors of an ensemble on data it was not trained on, and the temperature that calibrates it there."""
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .. import _checks, metrics
+from .. import _checks, calibration, metrics
+from ..data.dataset import Dataset, not_ignored
 from ..ensemble import Ensemble
 from .batches import Data, tensors
 from .preflight import AUTO, as_data, inputs_of, resolved
+
+LARGEST = 2**22  # probabilities that a temperature is fitted to: more examples would hardly change it
 
 
 def evaluate(
@@ -20,18 +24,47 @@ def evaluate(
     `data` and `ignore_index` are as for `fit`.
     """
     scores = metrics.Accumulator()
-    for images, targets in _batches(as_data("data", data, ensemble), batch_size):
-        logits = next(ensemble.stream(inputs_of(ensemble.transform, images), len(images)))
-        _checks.no_numbers(logits)
-        ignore = resolved(ignore_index, targets, logits.shape[2], dense=targets.ndim > 1)
-        scores.update(logits.float().softmax(2).cpu(), targets.cpu(), ignore_index=ignore)
+    for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index):
+        scores.update(probs, targets, ignore_index=ignore)
     return errors(scores)
+
+
+def held_out_temperature(
+    ensemble: Ensemble,
+    data: Dataset,
+    *,
+    batch_size: int = 1000,
+    ignore_index: int | str | None = AUTO,
+) -> float:
+    """The temperature of the averaged prediction on held-out data, by `calibration.fit_temperature`.
+
+    Memory is bounded: it is fitted to a random part of the examples, or pixels, if there are very many.
+    """
+    generator, parts = torch.Generator().manual_seed(0), []
+    for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index):
+        averaged, labels = probs.mean(0).movedim(1, -1).flatten(0, -2), targets.flatten()  # (Q, C), (Q,)
+        fraction = LARGEST / (averaged.shape[1] * data.targets.numel())
+        kept = not_ignored(labels, ignore) & (torch.rand(len(labels), generator=generator) < fraction)
+        parts.append((averaged[kept], labels[kept]))
+    averaged, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return calibration.fit_temperature(averaged[None], labels)
 
 
 def errors(scores: metrics.Accumulator) -> dict[str, float]:
     """The errors of a test set in percent."""
     found = scores.compute()
     return {name: metrics.percent(found[f"{name}_error"]) for name in ("top1", "picked", "oracle", "member")}
+
+
+def _predictions(
+    ensemble: Ensemble, data: Data, batch_size: int, ignore_index: int | str | None
+) -> Iterator[tuple[Tensor, Tensor, int | None]]:
+    """Each batch of members' probabilities (M, b, C, ...), with its targets and the one not counted."""
+    for images, targets in _batches(as_data("data", data, ensemble), batch_size):
+        logits = next(ensemble.stream(inputs_of(ensemble.transform, images), len(images)))
+        _checks.no_numbers(logits)
+        ignore = resolved(ignore_index, targets, logits.shape[2], dense=targets.ndim > 1)
+        yield logits.float().softmax(2).cpu(), targets.cpu(), ignore
 
 
 def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
