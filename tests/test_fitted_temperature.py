@@ -27,7 +27,7 @@ def expected(ensemble, held):
     return calibration.fit_temperature(ensemble.predict(held.images).member_probs, held.targets)
 
 
-@pytest.mark.parametrize("more", [{}, {"ema": 0.3}])
+@pytest.mark.parametrize("more", [{}, {"ema": 0.2}])
 def test_it_is_that_of_the_held_out_part(more):
     """Of the final weights, averaged if they are, and not of the test data."""
     recipe, ensemble, test = replace(HELD, **more), small(), data(40, seed=5)
