@@ -1,4 +1,4 @@
-"""Confident multiple choice learning: ensembles of deep networks that know what they know.
+"""Confident multiple choice learning: ensembles of specialised deep networks.
 
 The public names, loaded when they are first used, so that `import cmcl` costs nothing.
 """
