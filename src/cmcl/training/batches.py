@@ -17,6 +17,8 @@ from .. import _checks
 from ..data.dataset import Dataset, split_validation, stratified_subset, tensor_checksum
 from .augment import flip
 
+DRAWS, FLIPS = -1, -2  # instead of an epoch: seeds of masks, labels and dropout, and of the first flips
+
 Data = Dataset | tuple[Tensor, Tensor] | DataLoader[Any]
 Batch = tuple[Tensor, Tensor]  # images (B, ...), targets (B, ...)
 
@@ -97,7 +99,7 @@ class Resident:
         part = order[start : start + len(steps) * self.batch_size]
         self._order[: len(steps)].copy_(part.reshape(len(steps), -1))
         if self._mirrored is not None:
-            first = torch.Generator().manual_seed(epoch_seed(self.seed, -2))
+            first = torch.Generator().manual_seed(epoch_seed(self.seed, FLIPS))
             mirrored = torch.randint(2, (self.examples,), generator=first)[order]
             mirrored += torch.tensor([epoch, epoch + 1]).repeat_interleave(self.examples)
             part = mirrored[start : start + len(steps) * self.batch_size] % 2 == 1

@@ -35,7 +35,7 @@ class Augment:
     """
 
     flip: bool | Literal["alternating"] = False  # horizontal; "alternating": every example every other epoch
-    crop: Annotated[int, Field(ge=0)] = 0  # shift by up to so many pixels, with reflected borders
+    crop: Annotated[int, Field(ge=0)] = 0  # shift by up to this number of pixels, with reflected borders
     cutout: Annotated[int, Field(ge=0)] = 0  # side of a square that is set to 0
     jitter: Probability = 0.0  # of brightness and contrast
     mixup: NotNegative = 0.0  # alpha of its Beta distribution; 0: off
@@ -57,7 +57,7 @@ class Recipe:
 
     data: str | None = None  # name of a dataset; None: the caller passes the data
     preprocess: str | None = None  # name of a transform: "gcn_zca", "gcn" or "mean_std"
-    subset: Count | None = None  # train on a stratified subset of so many examples; None: on all
+    subset: Count | None = None  # train on a stratified subset of this size; None: on all examples
     network: str | None = None  # name of a network of cmcl; None: the caller passes the ensemble
     network_options: dict[str, Any] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ class Recipe:
     # (when, factor) of the learning rate: an int is a step, a float below 1 a fraction of the run
     milestones: tuple[tuple[int | float, NotNegative], ...] = ()
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0  # lr decays exponentially by this factor...
-    decay_steps: Count | None = None  # ...every so many steps; None: by the end
+    decay_steps: Count | None = None  # ...every decay_steps steps; None: by the end
     clip_norm: Positive | None = None  # largest norm of the ensemble's gradient
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     augment: Augment = field(default_factory=Augment)
@@ -170,7 +170,7 @@ class Recipe:
         return temperature
 
     def total_steps(self, examples: int, batch_size: int | None = None) -> int:
-        """Steps of the whole run on so many training examples; a DataLoader has a batch size of its own."""
+        """Steps of the whole run on this number of training examples; a DataLoader has its own batch size."""
         if self.steps is not None:
             return self.steps
         examples = min(examples, self.subset or examples)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._messages import first_line, private_torch
-from .batches import epoch_seed
+from .batches import DRAWS, epoch_seed
 from .config import Options
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def execution(options: Options, seed: int) -> Iterator[None]:
     current = torch.cuda.device(device) if cuda else nullcontext()
     with compiling, current, torch.random.fork_rng([torch.cuda.current_device()] if cuda else []):
         if cuda:
-            torch.cuda.manual_seed(epoch_seed(seed, -1))
+            torch.cuda.manual_seed(epoch_seed(seed, DRAWS))
         if cuda and options.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
         torch.backends.cudnn.benchmark = not options.deterministic

@@ -17,7 +17,7 @@ from .. import _checks
 from ..ensemble import Ensemble
 from ..objectives import OracleLoss, confident_oracle_loss, independent_loss
 from .augment import Augmentation
-from .batches import Batches, Resident, epoch_seed
+from .batches import DRAWS, Batches, Resident, epoch_seed
 from .config import Recipe
 from .cuda import Compiler, Runner, copy_all, default_generator
 from .monitor import Monitor
@@ -45,7 +45,7 @@ class TrainState:
         self.optimizer = make_optimizer(ensemble, recipe)
         self.monitor = Monitor(len(ensemble.members), classes, recipe.objective["overlap"], self.device)
         # of masks, labels and dropout on the CPU; on CUDA they come from the device's generator
-        self.random = torch.Generator().manual_seed(epoch_seed(seed, -1)).get_state()
+        self.random = torch.Generator().manual_seed(epoch_seed(seed, DRAWS)).get_state()
         self.step = 0
         self.average = WeightAverage(ensemble, recipe.ema * steps) if recipe.ema else None
         # what changes during the run, in tensors: a captured step reads them
