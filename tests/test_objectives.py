@@ -193,6 +193,14 @@ class TestSampledLabels:
 
 
 class TestDense:
+    def test_sequences_are_images_of_one_row(self):
+        logits, targets = draw(3, 4, 5, 6)
+        ours = confident_oracle_loss(logits, targets, overlap=2)
+        theirs = confident_oracle_loss(logits[..., None, :], targets[:, None], overlap=2)
+        assert ours.assignment.shape == (3, 4)
+        assert ours.assignment.equal(theirs.assignment)
+        assert ours.total.item() == pytest.approx(theirs.total.item())
+
     def test_is_the_same_formula_on_pixel_means(self):
         logits, targets = draw(3, 4, 5, 2, 3, dtype=torch.float64)
         loss = confident_oracle_loss(logits, targets, beta=0.6, overlap=2)
