@@ -391,6 +391,7 @@ WRONG = {
     "targets too high": (dict(targets=torch.full((4,), 3)), ValueError, "targets must be between 0 and 2.*Got 3 to 3; labels start at 0"),
     "targets from 1": (dict(targets=torch.tensor([1, 2, 3, 1])), ValueError, "Got 1 to 3; labels start at 0: subtract 1.$"),
     "targets -100": (dict(targets=torch.full((4,), -100)), ValueError, "ignore_index"),
+    "ignore_index a float": (dict(ignore_index=2.5), TypeError, "ignore_index must be a whole number"),
     "another device": (dict(targets=TARGETS.to("meta")), ValueError, r"targets must be on cpu.*Got meta"),
 }  # fmt: skip
 
