@@ -61,6 +61,7 @@ class TestAssign:
         ("options", "message"),
         [
             (dict(rule="soft"), "rule must be one of"),
+            (dict(overlap=5), "overlap must be between 1 and 4"),
             (dict(rule="annealed", overlap=2), "overlap must be 1"),
             (dict(rule="annealed", temperature=0.0), "temperature must be above 0"),
         ],

@@ -113,9 +113,12 @@ def confident_oracle_loss(
     values, kl, penalty = (_per_example(value, counted) for value in (values, kl, penalty))  # (M, B)
     # The exact KL, even with sampled labels: the assignment must not be noisy.
     scores = (values - _times(beta, kl)).detach()
-    q = assign(scores, overlap=overlap, rule=rule, epsilon=epsilon, temperature=temperature)
+    v = specialists(scores, overlap)
+    q = v.to(scores.dtype)
+    if rule != "hard":
+        q = assign(scores, overlap=overlap, rule=rule, epsilon=epsilon, temperature=temperature)
     total = (_times(q, values) + _times(beta * (1 - q), penalty)).sum(0).mean()
-    return OracleLoss(total, specialists(scores, overlap), values, kl, q)
+    return OracleLoss(total, v, values, kl, q)
 
 
 def independent_loss(
@@ -172,7 +175,6 @@ def winner_takes_all(
             `scores.softmax(0)` are the probabilities of the hypotheses (resilient MCL).
     """
     _checks.losses(losses, scores)
-    _checks.overlaps(overlap, len(losses))
     q = assign(losses, overlap=overlap, rule=rule, epsilon=epsilon, temperature=temperature)
     task = _times(q, losses).sum(0).mean()
     v = specialists(losses.detach(), overlap)
@@ -207,6 +209,7 @@ def assign(
         epsilon: of the relaxed rule.
         temperature: of the annealed rule.
     """
+    _checks.overlaps(overlap, len(losses))
     losses = losses.detach()
     if callable(rule):
         weights = rule(losses).detach()

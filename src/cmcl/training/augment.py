@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from scipy.stats import beta
+from scipy.special import betaincinv
 from torch import Tensor
 
 from .config import Augment
@@ -80,9 +80,8 @@ def _reflected(index: Tensor, size: int) -> Tensor:
 
 def cutout(images: Tensor, size: int) -> Tensor:
     """Set a square of `size` pixels at a random position to 0, the mean of standardised images."""
-    return torch.where(
-        _square(images, torch.full((len(images),), float(size), device=images.device)), 0, images
-    )
+    side = torch.full((len(images),), float(size), device=images.device)
+    return torch.where(_square(images, side), 0, images)
 
 
 def jitter(images: Tensor, strength: float) -> Tensor:
@@ -139,6 +138,5 @@ def _beta(alpha: float, images: Tensor) -> Tensor:
 
 @cache
 def _quantiles(alpha: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(
-        beta.ppf([(i + 0.5) / LEVELS for i in range(LEVELS)], alpha, alpha), device=device
-    ).to(dtype)
+    levels = [(i + 0.5) / LEVELS for i in range(LEVELS)]
+    return torch.tensor(betaincinv(alpha, alpha, levels), device=device).to(dtype)

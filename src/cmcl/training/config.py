@@ -26,6 +26,13 @@ Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
+def _plain_number(value: Any) -> Any:
+    """Accept numbers of numpy, as a search gives them."""
+    if isinstance(value, Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return value
+
+
 @explains_errors
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Augment:
@@ -41,7 +48,7 @@ class Augment:
     mixup: NotNegative = 0.0  # alpha of its Beta distribution; 0: off
     cutmix: NotNegative = 0.0  # likewise; if both are on, each example gets one of them
 
-    _plain = field_validator("*", mode="before")(lambda value: _plain_number(value))
+    _plain = field_validator("*", mode="before")(_plain_number)
 
     def __bool__(self) -> bool:
         return self != Augment()
@@ -99,7 +106,7 @@ class Recipe:
     ema: Annotated[float, Field(ge=0, le=0.25)] = 0.0
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of the training set that is held out
 
-    _plain = field_validator("*", mode="before")(lambda value: _plain_number(value))
+    _plain = field_validator("*", mode="before")(_plain_number)
 
     @field_validator("augment", mode="before")
     @classmethod
@@ -236,13 +243,6 @@ class Options:
         if kind not in ("auto", "cpu", "cuda", "mps", "xpu") or not (number.isdecimal() or ":" not in name):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'. Got {name!r}.")
         return name
-
-
-def _plain_number(value: Any) -> Any:
-    """Accept numbers of numpy, as a search gives them."""
-    if isinstance(value, Real) and not isinstance(value, int | float):
-        return int(value) if isinstance(value, Integral) else float(value)
-    return value
 
 
 def check_seed(seed: Any) -> int:

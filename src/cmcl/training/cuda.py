@@ -42,7 +42,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     """The generator that torch draws from on a device if none is named."""
     if device.type != "cuda":
         return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device()]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ..objectives import TaskLoss, independent_loss
 from .augment import Augmentation, augmented
 from .batches import Batch, Batches, Data, Loaded, Resident, first_batch, hold_out, subset, tensors
 from .config import Options, Recipe, check_seed
-from .cuda import find_device
+from .cuda import default_generator, find_device
 
 AUTO = "auto"  # of ignore_index
 
@@ -115,7 +115,7 @@ def preflight(
     _check_augment(recipe, train, images, targets, not_counted)
     augment = augmented(recipe.augment, classes, augment) if recipe.augment or augment else None
     if augment is not None:
-        _try_augment(augment, inputs_of(transform, images[:2]), targets[:2])
+        _try_augment(augment, inputs_of(transform, images[:2]).to(device), targets[:2].to(device))
     frozen = [part for m in ensemble.members if m.training for part in m.modules() if not part.training]
     _check_batch_norm(ensemble, frozen, train, recipe, inputs_of(transform, images[:1]))
     for name, scored in (("the held-out part of train", held_out), ("test", test)):
@@ -295,8 +295,8 @@ def _check_augment(
 
 def _try_augment(augment: Augmentation, images: Tensor, targets: Tensor) -> None:
     """Raise if augmentation changes the number, dtype or device of the examples."""
-    with torch.random.fork_rng(devices=[]):
-        x, y = augment(images.cpu(), targets.cpu(), torch.default_generator)
+    with torch.random.fork_rng([images.device] if images.is_cuda else []):
+        x, y = augment(images, targets, default_generator(images.device))
     if (len(x), len(y), x.dtype) != (len(images), len(images), images.dtype):
         raise ValueError(
             f"augment must return as many images and targets as it gets, of the same dtype. Got "

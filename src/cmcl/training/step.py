@@ -33,10 +33,10 @@ class TrainState:
 
     Args:
         ensemble: on the device where it is trained.
-        recipe: of the run.
-        seed: of masks, labels and dropout.
-        classes: number of classes by which specialists are counted; 1: they are not.
-        steps: of the whole run.
+        recipe: the recipe of the run.
+        seed: the seed of masks, labels and dropout.
+        classes: the number of classes by which specialists are counted; 1: not by class.
+        steps: the length of the whole run.
     """
 
     def __init__(self, ensemble: Ensemble, recipe: Recipe, seed: int, classes: int, steps: int) -> None:
