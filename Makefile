@@ -2,9 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS = $(BIN)/python -m pip install --quiet -c constraints.txt --group docs
 PARALLEL := -n logical --dist worksteal  # a process per core; tests run on one thread each
 
-.PHONY: demo test test-slow test-unpinned test-browser lint documents constraints clean
+.PHONY: demo test test-slow test-unpinned test-browser lint documents docs docs-serve constraints clean
 
 demo: $(READY)           ## the main job on data that needs no download
 	$(BIN)/cmcl demo
@@ -24,8 +25,17 @@ test-browser: $(READY)   ## the report in a real browser, the system's chromium 
 	$(BIN)/python -m pytest tests/browser -m browser
 
 documents: $(READY)      ## tables and pictures in README and docs, from results/
-	$(BIN)/python -m cmcl.report.documents README.md docs/*.md
+	$(BIN)/python -m cmcl.report.documents README.md docs/*.md docs/*/*.md
 	$(BIN)/python docs/make.py
+
+docs: $(READY)           ## the documentation site, in site/; nothing in it needs the network
+	$(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python docs/offline.py site
+
+docs-serve: $(READY)     ## the site at http://127.0.0.1:8000, built again when a page changes
+	$(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 lint: $(READY)           ## style and types
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ from cmcl.reproduction.record import Record, load_records
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PICTURES = ROOT / "docs" / "pictures"
 ZOO = {"ie": "independent ensemble", "cmcl": "CMCL, K = 4"}
 RECORDS = load_records(RESULTS)

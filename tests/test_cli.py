@@ -65,7 +65,7 @@ def test_commands_are_frozen(cmcl):
     commands = {command.split()[0] for command in OPTIONS if command}
     assert set(lines) == commands
     assert all(line.endswith(".") and "..." not in line for line in lines.values())
-    documented = (ROOT / "docs" / "commands.md").read_text()
+    documented = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert all(f"| `cmcl {command}" in documented for command in commands)
 
 
@@ -324,12 +324,12 @@ def test_ctrl_c(monkeypatch):
 
 
 def test_the_document_shows_what_happens(cmcl, tmp_path, monkeypatch):
-    """Every command of docs/commands.md that is followed by its output, in order, in an empty folder.
+    """Every command of docs/reference/commands.md that is followed by its output, in order, in an empty folder.
 
     "..." in the document stands for anything; numbers that training makes are written so.
     """
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "commands.md").read_text()
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text()
     shown = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
     assert len(shown) > 5
     for block in shown:

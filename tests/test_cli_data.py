@@ -23,8 +23,8 @@ def test_list(cmcl):
 @pytest.mark.parametrize(
     "page_and_more",
     [
-        ("data.md", ["--steps", "2"]),
-        ("choosing-beta-and-k.md", ["--set", "steps=3", "--betas", "0.5", "--overlaps", "2"]),
+        ("guides/data.md", ["--steps", "2"]),
+        ("guides/choosing-beta-and-k.md", ["--set", "steps=3", "--betas", "0.5", "--overlaps", "2"]),
     ],
     ids=lambda pair: pair[0],
 )
@@ -42,7 +42,7 @@ def test_the_documents_train_on_a_folder(cmcl, tmp_path, monkeypatch, page_and_m
     code, out, err = cmcl(*command.split(), *more, "--quiet", "--device", "cpu")
     assert (code, err) == (0, "")
     assert "datafolder" in out
-    if page == "data.md":
+    if page == "guides/data.md":
         evaluate = re.search(r"^    cmcl (evaluate runs/\S+) --root my-images$", text, re.MULTILINE)[1]
         (run,) = tmp_path.glob(evaluate.split()[1])
         code, out, _ = cmcl("evaluate", run, "--root", "my-images")

@@ -104,7 +104,7 @@ def test_what_the_text_refers_to():
     text = (ROOT / "results" / "demo-seeds-segmentation.txt").read_text()
     assert len(re.findall(r"cmcl +\w+ +top-1 by seed: (.*)", text)[0].split()) == 5
     assert "five" in MORE_SEEDS[True]
-    assert "temperature" in (ROOT / "docs" / "rejecting.md").read_text()
+    assert "temperature" in (ROOT / "docs" / "tutorials" / "calibration.md").read_text()
 
 
 def test_the_four_differ_in_method_alone():

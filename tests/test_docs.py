@@ -16,13 +16,16 @@ for name in ("altair", "vl_convert", "jinja2", "onnxruntime"):  # what the pages
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *PAGES, *ROOT.glob("[!.]*/README.md")})  # not of caches
-# Pages whose snippets another test runs, or compares with what they give.
-ELSEWHERE = {"training.md": "test_train.py", "networks.md": "test_networks.py", "commands.md": "test_cli.py"}
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 sys.path.insert(0, str(DOCS))  # as for `python docs/make.py`
 make = importlib.import_module("make")
+
+
+def name(page):
+    """A page as mkdocs.yml has it."""
+    return str(page.relative_to(DOCS) if page.is_relative_to(DOCS) else page.relative_to(ROOT))
 
 
 def without_code(text):
@@ -46,7 +49,7 @@ def test_anchors_as_github_makes_them():
     assert links("[a](b.md#c) `[x](y)` [web](https://e.org) ![p](p.svg)") == ["b.md#c", "p.svg"]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_links_and_anchors_lead_somewhere(document):
     for link in links(document.read_text()):
         path, _, anchor = link.partition("#")
@@ -56,29 +59,37 @@ def test_links_and_anchors_lead_somewhere(document):
             assert anchor in anchors(target.read_text()), f"{link}: no such heading"
 
 
-def test_every_page_is_in_the_index():
-    listed = {link.partition("#")[0] for link in links((DOCS / "README.md").read_text())}
-    assert {page.name for page in PAGES} - {"README.md"} <= listed
+def test_every_page_is_in_the_navigation():
+    """mkdocs.yml names every page, and the site has a page for every document outside docs/."""
+    listed = re.findall(r"^ +- .+: (\S+\.md)\b", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    mirrored = ("reference/zoo.md", "project/contributing.md", "project/changelog.md")
+    assert set(listed) == {*map(name, PAGES), *mirrored}
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.name not in ELSEWHERE and SNIPPET.search(page.read_text())],
-    ids=lambda page: page.name,
-)
+@pytest.mark.parametrize("page", [page for page in DOCUMENTS if SNIPPET.search(page.read_text())], ids=name)
 def test_snippets_run(page, tmp_path, monkeypatch):
     """Every Python block of a page, one after the other, as a reader would."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "zoo").symlink_to(ROOT / "zoo")  # as in a checkout
     names = {"__name__": "page"}
     for block in SNIPPET.findall(page.read_text()):
         exec(compile(block, page.name, "exec"), names)
+
+
+def test_every_python_line_is_in_a_block():
+    """A block that is only indented is not run: commands and data may be, Python may not."""
+    for page in DOCUMENTS:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        found = re.findall(r"^ {4}(?:import|from \S+ import|\w+(?:\.\w+)*\(|\w+ = ).*", text, re.MULTILINE)
+        assert not found, f"{page.name}: {found}"
 
 
 def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys):
     """On what the page's snippets leave, with the network that they define."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    text = (DOCS / "fine-tuning.md").read_text()
+    text = (DOCS / "tutorials" / "fine-tuning.md").read_text()
     blocks = SNIPPET.findall(text)
     names = {"__name__": "page"}
     for block in blocks:
@@ -102,11 +113,6 @@ def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys)
     assert json.loads(answers[2][1])["input"] == "uint8 (batch, 1, 8, 8)"
 
 
-@pytest.mark.parametrize(("page", "test"), ELSEWHERE.items())
-def test_other_tests_run_the_other_pages(page, test):
-    assert page in (ROOT / "tests" / test).read_text()
-
-
 def test_tables_are_fresh():
     for page in make.PAGES:
         text = page.read_text()
@@ -125,19 +131,19 @@ def test_pictures_are_fresh(name):
 
 
 def test_every_picture_is_shown():
-    shown = {link for page in PAGES for link in links(page.read_text()) if link.startswith("pictures/")}
-    assert {f"pictures/{path.name}" for path in (DOCS / "pictures").iterdir()} == shown
+    shown = {(page.parent / link).resolve() for page in DOCUMENTS for link in links(page.read_text())}
+    assert set((DOCS / "pictures").iterdir()) <= shown
 
 
 def test_the_map_names_functions_that_are_there():
     rows = re.findall(
-        r"^\|.*?\]\((\.\./src/cmcl/\S+\.py)\) \| (.*) \|$",
-        (DOCS / "paper-to-code.md").read_text(),
+        r"^\|.*?\]\(\.\./\.\./(src/cmcl/\S+\.py)\) \| (.*) \|$",
+        (DOCS / "reproduction" / "paper-to-code.md").read_text(),
         re.MULTILINE,
     )
     assert len(rows) > 15
     for path, names in rows:
-        code = (DOCS / path).read_text()
+        code = (ROOT / path).read_text()
         for name in re.findall("`([^`]+)`", names):
             assert re.search(rf"^(def|class) {name}\b|^{name}\b.* = ", code, re.MULTILINE), (
                 f"{path} has no {name}"

@@ -381,7 +381,7 @@ def test_an_operation_that_onnx_has_not(tmp_path):
 
 
 def test_the_cure_that_the_document_names(tmp_path):
-    assert "is_causal" in (Path(__file__).parents[1] / "docs" / "export.md").read_text()
+    assert "is_causal" in (Path(__file__).parents[1] / "docs" / "tutorials" / "export.md").read_text()
     ensemble = cmcl.Ensemble(lambda: Masked(is_causal=True), 2)
     export(ensemble, tmp_path / "m.pt2", torch.randn(4, 6), format="torch")
     assert (tmp_path / "m.pt2").exists()

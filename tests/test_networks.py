@@ -1,4 +1,4 @@
-"""The networks. Run as a program, this file writes the tables of docs/networks.md anew."""
+"""The networks. Run as a program, this file writes the tables of docs/reference/networks.md anew."""
 
 import inspect
 import json
@@ -28,7 +28,7 @@ from cmcl.networks.convnet import DropoutPool, PlainDropout
 from cmcl.networks.googlenet import Inception
 from cmcl.networks.resnet import Block, Shortcut
 
-PAGE = Path(__file__).parents[1] / "docs" / "networks.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "networks.md"
 SMALL_CNN = {"filters": [8, 16], "kernel": 3, "padding": 1, "channels": 1, "size": 8, "hidden": 32}
 
 # Every option away from its default at least once.
@@ -527,7 +527,7 @@ def fresh(page):
 def test_the_page_is_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
     assert len(re.findall(r"```python\ndescribe", page)) == 8
-    assert fresh(page) == page, "docs/networks.md is stale: run python tests/test_networks.py"
+    assert fresh(page) == page, "docs/reference/networks.md is stale: run python tests/test_networks.py"
 
 
 if __name__ == "__main__":

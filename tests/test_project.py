@@ -227,9 +227,3 @@ def test_the_readme_runs(tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
     assert names["error"] < 0.15, "the first block really learns"
-
-
-def test_links_in_documents_lead_somewhere():
-    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\((?!http|#)([^)#]+)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name} links to {target}"

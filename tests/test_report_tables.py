@@ -296,7 +296,7 @@ def test_every_region_can_be_filled(name):
     assert len(once) > len(region) + 40
     assert documents.filled(once, [made_record(CMCL)]) == once
     assert documents.filled(region + region, []).count("<!-- cmcl:end -->") == 2
-    assert f"`{name}`" in (ROOT / "docs" / "report.md").read_text()
+    assert f"`{name}`" in (ROOT / "docs" / "guides" / "report.md").read_text()
 
 
 def test_mistakes_in_documents(tmp_path):
@@ -320,14 +320,14 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_our_documents_are_not_stale(tmp_path):
-    """After new records: `python -m cmcl.report.documents README.md docs/*.md`."""
+    """After new records: `python -m cmcl.report.documents README.md docs/*.md docs/*/*.md`."""
     records = load_records(ROOT / "results")
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         assert not documents.refresh(shutil.copy(path, tmp_path), records), path.name
 
 
 def test_the_report_page_documents_marks_and_bounds():
-    text = (ROOT / "docs" / "report.md").read_text()
+    text = (ROOT / "docs" / "guides" / "report.md").read_text()
     for mark in (*tables.MARKS.values(), tables.WORSE, f"more than {tables.MUCH:g} points"):
         assert mark in text
     assert f"p-value is below {significance.LEVEL:g}" in text

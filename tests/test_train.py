@@ -785,20 +785,6 @@ class TestProgress:
         assert re.match(r"epoch 4/4 loss \d\.\d+, top-1 [\d.]+ %, oracle [\d.]+ %, lr 0\.05", lines[-1])
 
 
-def test_the_page_on_training_runs(tmp_path, monkeypatch):
-    """Every Python block of docs/training.md, one after the other, as a reader would."""
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 4
-    names = {}
-    for block in blocks:
-        exec(compile(block, "training.md", "exec"), names)
-    assert names["result"].scores["top1"] < 10
-    assert {"telemetry.jsonl", "checkpoints"} <= {
-        path.name for path in (tmp_path / "runs" / "digits").iterdir()
-    }
-
-
 def test_evaluation_is_in_eval_mode_from_the_first_epoch():
     class Spy(nn.Module):
         def __init__(self):

@@ -52,7 +52,7 @@ def uncertainty(member_probs: Tensor, score: str = "mean_entropy") -> Tensor:
         score: a name in `SCORES`. "lowest_entropy" fits CMCL best: members are trained towards uniform
             outside their speciality, so no member is a specialist of an input on which all are uncertain.
             "disagreement" is for independent members only: specialists disagree by design. How well each
-            ranks, measured: docs/rejecting.md.
+            ranks, measured: docs/tutorials/calibration.md.
     """
     _checks.choice("score", score, tuple(SCORES))
     if not isinstance(member_probs, Tensor) or member_probs.ndim < 3:

@@ -157,7 +157,8 @@ def _trace(graph: Graph, example: Tensor) -> torch.export.ExportedProgram:
     # Not "from error": that one carries pages of torch's own state.
     raise ValueError(
         "the members must be networks that torch.export can record: no Python `if` on the values of tensors, "
-        f"no TorchScript. Got {reason}. Put torch.where in place of the `if`; docs/export.md has more cases."
+        f"no TorchScript. Got {reason}. Put torch.where in place of the `if`; "
+        "docs/tutorials/export.md has more cases."
     )
 
 

@@ -26,8 +26,8 @@ MORE_SEEDS = {  # --segmentation or not -> where results of several seeds are
 }
 ECE = (
     "CMCL is underconfident, so its ECE is high: near-uniform predictions of non-specialists are part of the "
-    "average.\nScaled ECE: after temperature scaling (docs/rejecting.md), fitted on training images outside "
-    "the subset."
+    "average.\nScaled ECE: after temperature scaling (docs/tutorials/calibration.md), fitted on training "
+    "images outside the subset."
 )
 KINDS = ("recipes", "networks", "data")
 GROUPS = {  # first table or figure of a recipe -> title

@@ -34,7 +34,7 @@ CNN = Recipe(
     milestones=((0.3, 0.2), (0.6, 0.2), (0.8, 0.2)),
 )
 # Dropout at test time as in the authors' code gives errors well above the paper's; this comes near them
-# (docs/reproduction.md, results/dropout-at-test-h200.txt). Training is the same.
+# (docs/reproduction/results.md, results/dropout-at-test-h200.txt). Training is the same.
 SMALL = replace(CNN, network_options={"expected_pooling": True})
 VGGNET = replace(
     CNN,
