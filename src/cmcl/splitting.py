@@ -5,9 +5,13 @@ the other values that the trunk needs (skip connections, sizes). Both read the l
 that `.to()`, `.train()` and `load_state_dict` just work. Members with equal traces get the same two function
 objects, so that one compilation serves all of them.
 
-torch.fx traces only the modules that contain the layer; all other submodules stay whole and run as they are.
-A trace runs forward once with symbols instead of tensors, and freezes what Python does besides. `_trace`
-raises where that would go wrong later; `verify` compares the pieces with the network at the first call.
+1. `_trace`: torch.fx runs forward once with symbols instead of tensors, inside the modules that contain the
+   layer only; all other submodules stay whole and run as they are. What Python does besides would be frozen
+   in the trace: where that is seen, it raises.
+2. `_sides` and `_piece`: the nodes up to the end of the layer become the stem, the others the trunk.
+3. `verify`: at the first call in each mode, the pieces must give the network's logits and gradients.
+
+`shareable_layers` lists the layers for which this works.
 """
 
 import copy
@@ -19,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
-from operator import getitem
+from operator import getitem, is_
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -35,6 +39,7 @@ from ._messages import first_line, private_torch, warn
 
 Stem = Callable[[nn.Module, Tensor], tuple[Tensor, tuple[Any, ...]]]  # (member, x) -> (h, rest)
 Trunk = Callable[[nn.Module, Tensor, tuple[Any, ...]], Any]  # (member, h, rest) -> what the member returns
+Run = Callable[[nn.Module, Tensor], Any]  # (member, x) -> what the member returns
 
 TOLERANCE = 0.01  # relative difference of norms; another order of operations differs by far less
 
@@ -72,8 +77,7 @@ def split(module: nn.Module, name: str | None, *, start: str | None = None, froz
     if start is None and offers_split(module, name):
         return Split(_own_stem, _own_trunk)
     modes = (False,) if frozen else (True, False)  # a trace freezes self.training, so each mode has its own
-    with keep_modes(module):
-        stems, trunks = zip(*(_graphs(module.train(mode), name, start) for mode in modes), strict=True)
+    stems, trunks = zip(*(_graphs(module, mode, name, start) for mode in modes), strict=True)
     return Split(_piece(stems), _piece(trunks), traced=True)
 
 
@@ -85,17 +89,6 @@ def offers_split(module: nn.Module, name: str | None) -> bool:
     found = [getattr(module, key, None) for key in ("stem", "trunk")]
     methods = all(callable(value) and not isinstance(value, nn.Module) for value in found)
     return name == "stem" and (methods or getattr(module, "forward_is_stem_then_trunk", False) is True)
-
-
-@contextmanager
-def keep_modes(module: nn.Module) -> Iterator[None]:
-    """Restore the mode of every submodule afterwards, train or eval (some may be frozen)."""
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, mode in modes:
-            part.training = mode
 
 
 # Every stem copies x: members may write into theirs (a ReLU in place), and all get the same x.
@@ -140,20 +133,21 @@ def _piece(graphs: Sequence[fx.Graph]) -> Callable[..., Any]:
     return piece
 
 
-def _graphs(module: nn.Module, name: str | None, start: str | None) -> tuple[fx.Graph, fx.Graph]:
-    """The graphs of stem(x) -> (h, rest) and trunk(h, rest), in the mode the module is in."""
+def _graphs(
+    module: nn.Module, training: bool, name: str | None, start: str | None
+) -> tuple[fx.Graph, fx.Graph]:
+    """The graphs of stem(x) -> (h, rest) and trunk(h, rest), in train or eval mode."""
     names = [key for key in (start, name) if key is not None]
-    trace = _trace(module, names)
-    sides = _sides(module, trace, names[-1])
-    x, before = trace.nodes[0], sides.before
-    if start is not None:
-        first = _sides(module, trace, start)
-        if first.carried:
-            reason = f"other values than its output are used after it ({', '.join(map(str, first.carried))})"
+    trace = _trace(module, names, training=training)
+    sides = _sides(module, trace, names[0])
+    if start is not None:  # the rest of the network, as if the output of `start` were its input
+        if sides.carried:
+            reason = f"other values than its output are used after it ({', '.join(map(str, sides.carried))})"
             raise CannotSplitError(module, start, reason)
-        x, before = first.output, [*first.attributes, *(n for n in before if n not in first.before)]
+        trace = trace._replace(nodes=[sides.output, *sides.attributes, *sides.after])
+        sides = sides._replace(before=[sides.output]) if name is None else _sides(module, trace, name)
     stem, trunk = fx.Graph(), fx.Graph()
-    copies = _add(stem, before, {x: stem.call_method("clone", (stem.placeholder("x"),))})
+    copies = _add(stem, sides.before, {trace.nodes[0]: stem.call_method("clone", (stem.placeholder("x"),))})
     stem.output((copies[sides.output], tuple(copies[node] for node in sides.carried)))
     h, rest = trunk.placeholder("h"), trunk.placeholder("rest")
     carried = {node: trunk.call_function(getitem, (rest, i)) for i, node in enumerate(sides.carried)}
@@ -186,10 +180,14 @@ def _sides(module: nn.Module, trace: "_Trace", name: str) -> _Sides:
     ((output, last),) = ends
     middle = trace.nodes.index(last) + 1
     before, after = trace.nodes[:middle], trace.nodes[middle:]
+    from_input = {before[0]}
+    for node in before:
+        if not from_input.isdisjoint(node.all_input_nodes):
+            from_input.add(node)
     crossing = [node for node in before if not node.users.keys().isdisjoint(after)]
     if output not in crossing:
         raise CannotSplitError(module, name, "nothing after it uses its output")
-    if not _depends_on_input(output):
+    if output not in from_input:
         raise CannotSplitError(module, name, "its output does not depend on the input")
     if all(node.op == "output" or isinstance(node.target, type) for node in after):  # a type: an output class
         raise CannotSplitError(module, name, "it is the network's output")
@@ -198,57 +196,55 @@ def _sides(module: nn.Module, trace: "_Trace", name: str) -> _Sides:
     return _Sides(before, after, output, carried, attributes)
 
 
-def _depends_on_input(node: fx.Node) -> bool:
-    inputs = [node]
-    for node in inputs:
-        inputs += [other for other in node.all_input_nodes if other not in inputs]
-    return any(node.op == "placeholder" for node in inputs)
-
-
 def parts_around(module: nn.Module, name: str, *, argument: str = "share_after") -> list[list[str]]:
     """Names of the modules, parameters and buffers that forward uses up to `name`, and after it."""
-    sides = _sides(module, _trace(module, [name], argument=argument), name)
+    sides = _sides(module, _trace(module, [name], training=module.training, argument=argument), name)
     used = [[n.target for n in nodes if n.op in ("call_module", "get_attr")] for nodes in sides[:2]]
     return [list(dict.fromkeys(map(str, targets))) for targets in used]
 
 
 # ---------------------------------------------------------------- tracing
 
-_CONSTANTS = ("_tensor_constant", "_opaque_obj")  # fx's names of what is neither computed nor a weight
-_GENERATORS = (random.Random, torch.Generator, np.random.Generator)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ATTRIBUTES = ("", "_parameters", "_buffers", "_modules")  # dicts of a module's attributes; "": its own
-
 
 class _Trace(NamedTuple):
-    nodes: list[fx.Node]  # of forward(x); other arguments are fixed to their defaults
+    nodes: list[fx.Node]  # of forward(x); the first is x
     ends: dict[str, list[tuple[fx.Node, fx.Node]]]  # of each call of a submodule: output, last node then
 
 
-def _trace(module: nn.Module, names: Sequence[str], *, argument: str = "share_after") -> _Trace:
-    """Trace forward(x) in the modules that contain the named ones.
+def _trace(
+    module: nn.Module, names: Sequence[str], *, training: bool, argument: str = "share_after"
+) -> _Trace:
+    """Trace forward(x) in the modules that contain the named ones, in a copy that may be changed by that.
 
     All others stay whole, unless that fails: code may unpack the list that a submodule returns, say.
     """
     for name in names:
         _check_known(module, name, argument)
-    defaults = _defaults(module, names[-1])
     for whole in (True, False):
         tracer = _Tracer(names, whole)
         try:
-            _check_plain(module)
-            with torch.enable_grad(), _nothing_assigned(module), _no_draws():
-                nodes = list(tracer.trace(module, concrete_args=defaults).nodes)
+            own = _copy(module).train(training)
+            before, draws = _attributes(own), _random_states()
+            with torch.enable_grad():
+                nodes = list(tracer.trace(own).nodes)
+            _check_side_effects(before, _attributes(own), drawn=draws != _random_states())
+            return _Trace(nodes, tracer.ends)
         except Exception as error:  # whatever the network's own code raises on symbols
             failure = error
-            continue
-        fixed = {node for node in nodes[1:] if node.op == "placeholder"}
-        for node in nodes:  # and fx's assertions on them
-            if not fixed.isdisjoint(node.all_input_nodes):
-                fixed.add(node)
-        return _Trace([node for node in nodes if node not in fixed], tracer.ends)
     reason = f"torch.fx cannot trace the code that calls it ({first_line(failure)})"
     raise CannotSplitError(module, names[-1], reason) from failure
+
+
+def _check_known(module: nn.Module, name: str, argument: str) -> None:
+    known = [key for key, _ in module.named_modules() if key]
+    if not isinstance(name, str):
+        raise TypeError(f"{argument} must be a submodule's name. Got {_checks.kind(name)}.")
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:5]
+        raise ValueError(
+            f"{argument} must name a submodule of {type(module).__name__}. Got {name!r}; "
+            f"the nearest are {', '.join(map(repr, close)) or 'none, it has no submodules'}."
+        )
 
 
 class _Tracer(fx.Tracer):
@@ -260,6 +256,11 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.names, self.whole = names, whole
         self.ends: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """The arguments of forward: x. Others have their defaults, as in any call with one tensor."""
+        _check_plain(self.root)
+        return root_fn, [self.root, self.create_proxy("placeholder", "x", (), {})]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if any(name.startswith(f"{module_qualified_name}.") for name in self.names):
@@ -278,12 +279,14 @@ class _Tracer(fx.Tracer):
         return output
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() or not kind.startswith("call"):
-            return super().create_proxy(kind, target, args, kwargs, *more, **options)
-        if kind == "call_module":  # a trace does not record torch.no_grad()
-            proxy = super().create_proxy(kind, target, args, kwargs, *more, **options)
+        """Besides what fx does, records torch.no_grad(), which a trace leaves out."""
+        no_grad = kind.startswith("call") and not torch.is_grad_enabled()
+        if no_grad and kind != "call_module":
+            kind, target = "call_function", _without_grad(target)
+        proxy = super().create_proxy(kind, target, args, kwargs, *more, **options)
+        if no_grad and kind == "call_module":
             return super().create_proxy("call_function", _detached, (proxy,), {})
-        return super().create_proxy("call_function", _without_grad(target), args, kwargs)
+        return proxy
 
 
 def _detached(value: Any) -> Any:
@@ -304,6 +307,10 @@ def _without_grad(target: Callable[..., Any] | str) -> Callable[..., Any]:
     return run
 
 
+_GENERATORS = (random.Random, torch.Generator, np.random.Generator)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def _problem(module: nn.Module) -> str | None:
     """What calling the module does besides its class's forward; a trace would leave it out."""
     if isinstance(module, jit.ScriptModule):
@@ -320,80 +327,46 @@ def _check_plain(module: nn.Module) -> None:
         raise TypeError(f"{type(module).__name__}: {problem}, which a split inside it would leave out")
 
 
-@contextmanager
-def _no_draws() -> Iterator[None]:
-    """Raise if code draws random numbers: the trace would freeze them, and decisions that depend on them."""
-
-    def states() -> bytes:
-        numpy = np.random.get_state()  # noqa: NPY002  networks draw from it
-        return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), numpy))
-
-    before = states()
-    yield
-    if before != states():
-        raise TypeError("it draws random numbers in Python, which a trace would freeze")
+def _copy(module: nn.Module) -> nn.Module:
+    """A copy with the same tensors."""
+    parts = module.modules()
+    values = [v for p in parts for v in (*p.parameters(False), *p.buffers(False), *vars(p).values())]
+    return copy.deepcopy(module, {id(value): value for value in values if isinstance(value, Tensor)})
 
 
-@contextmanager
-def _nothing_assigned(module: nn.Module) -> Iterator[None]:
-    """Restore all attributes, and the dicts, lists and sets among them; raise if forward changed any.
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """The value of every attribute in the module, as a list; of a list or a set, its entries."""
+    found = {}
+    for path, part in module.named_modules():
+        for key, value in {} if isinstance(part, jit.ScriptModule) else vars(part).items():
+            named = value if key in ("_parameters", "_buffers", "_modules") else {key: value}
+            for name, v in named.items():
+                found[f"{path}.{name}".removeprefix(".")] = list(v) if isinstance(v, list | set) else [v]
+    return found
+
+
+def _check_side_effects(before: dict[str, list[Any]], after: dict[str, list[Any]], *, drawn: bool) -> None:
+    """Raise if traced code draws random numbers or assigns attributes: the pieces would not do it again.
 
     Entries of a dict may change: it is a cache, and the trace computes what is put there.
     """
-    parts = {n: vars(part) for n, part in module.named_modules() if not isinstance(part, jit.ScriptModule)}
-    values = [(name, key, value) for name, own in parts.items() for key, value in [("", own), *own.items()]]
-    kept = [(*found, _entries(found[2])) for found in values if isinstance(found[2], dict | list | set)]
-    assigned: list[str] = []
-    try:
-        yield
-    finally:
-        for name, key, value, before in kept:
-            now = _entries(value)
-            changed = [k for k in now.keys() | before.keys() if now.get(k) is not before.get(k)]
-            if changed:
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(
-                    before if isinstance(value, dict) else before.values()
-                )
-            if key in _ATTRIBUTES:
-                assigned += [f"{name}.{k}".removeprefix(".") for k in changed]
-            elif changed and not isinstance(value, dict):
-                assigned.append(f"{name}.{key}".removeprefix("."))
-    for key in sorted(assigned):
-        if key.startswith(_CONSTANTS):
+    if drawn:
+        raise TypeError("it draws random numbers in Python, which a trace would freeze")
+    for name in before | after:
+        old, new = before.get(name, []), after.get(name, [])
+        if len(old) == len(new) and all(map(is_, old, new)):
+            continue
+        if name.startswith(("_tensor_constant", "_opaque_obj")):  # fx's names of what forward creates
             raise TypeError("it makes a tensor in forward, which a trace would freeze; use a buffer")
         raise TypeError(
-            f"its forward assigns {key!r}, which would happen once, now, and never again; write into a "
+            f"its forward assigns {name!r}, which would happen once, now, and never again; write into a "
             "buffer instead, such as self.count.add_(1)"
         )
 
 
-def _entries(value: Any) -> dict[Any, Any]:
-    return dict(value) if isinstance(value, dict) else dict(enumerate(value))
-
-
-def _check_known(module: nn.Module, name: str, argument: str) -> None:
-    known = [key for key, _ in module.named_modules() if key]
-    if not isinstance(name, str):
-        raise TypeError(f"{argument} must be a submodule's name. Got {_checks.kind(name)}.")
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[:5]
-        raise ValueError(
-            f"{argument} must name a submodule of {type(module).__name__}. Got {name!r}; "
-            f"the nearest are {', '.join(map(repr, close)) or 'none, it has no submodules'}."
-        )
-
-
-def _defaults(module: nn.Module, name: str) -> dict[str, Any]:
-    """The arguments of forward besides the input, each with its default."""
-    first, *others = inspect.signature(module.forward).parameters.values()
-    others = [p for p in others if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for p in others:
-        if p.default is p.empty or isinstance(p.default, tuple | list | dict):
-            raise CannotSplitError(module, name, f"its forward needs {p.name!r} besides the input")
-    if first.kind in (first.VAR_POSITIONAL, first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise CannotSplitError(module, name, f"its forward must name its input, and has only {first}")
-    return {p.name: p.default for p in others}
+def _random_states() -> bytes:
+    numpy = np.random.get_state()  # noqa: NPY002  networks draw from it
+    return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), numpy))
 
 
 # ---------------------------------------------------------------- verification
@@ -412,9 +385,6 @@ def can_verify(x: Tensor, weights: Iterable[Tensor], *, training: bool) -> bool:
         and not torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
     )
-
-
-Run = Callable[[nn.Module, Tensor], Any]  # (member, x) -> what the member returns
 
 
 def verify(
@@ -562,15 +532,16 @@ def shareable_layers(network: nn.Module, x: Tensor) -> list[Layer]:
     if not isinstance(network, nn.Module):
         hint = " Call it first: shareable_layers(build(), x)." if callable(network) else ""
         raise TypeError(f"network must be a torch.nn.Module. Got {_checks.kind(network)}.{hint}")
-    with keep_modes(network), torch.no_grad():
-        calls = _run(network.eval(), _checks.inputs(x))
+    own = _copy(network).eval()
+    with torch.no_grad():
+        calls = _run(own, _checks.inputs(x))
         traces: dict[tuple[str, bool], _Trace] = {}
         layers = list({call.name: _layer(network, call, traces) for call in calls}.values())
-        if offers_split(network.eval(), "stem"):
-            h, rest = _own_stem(network, x)
-            kind = type(getattr(network, "stem")).__name__  # noqa: B009  a submodule or a method
-            own = Layer("stem", kind, tuple(h.shape[1:]), bypassed=bool(rest), suggested=True)
-            return [own, *(layer for layer in layers if layer.name != "stem")]
+        if offers_split(own, "stem"):
+            h, rest = _own_stem(own, x)
+            kind = type(getattr(own, "stem")).__name__  # noqa: B009  a submodule or a method
+            stem = Layer("stem", kind, tuple(h.shape[1:]), bypassed=bool(rest), suggested=True)
+            return [stem, *(layer for layer in layers if layer.name != "stem")]
     sound = {layer.name for layer in layers if layer.problem is None and not layer.bypassed}
     chosen = _suggestion(calls, [c for c in calls if c.name in sound and not isinstance(c.module, _DROP)])
     return [layer._replace(suggested=layer.name == chosen) for layer in layers]
@@ -612,7 +583,7 @@ def _layer(network: nn.Module, call: _Call, traces: dict[tuple[str, bool], _Trac
         for mode in (True, False):
             key = call.name.rpartition(".")[0], mode
             if key not in traces:
-                traces[key] = _trace(network.train(mode), [call.name])
+                traces[key] = _trace(network, [call.name], training=mode)
             if _is_bypassed(_sides(network, traces[key], call.name)):
                 layer = layer._replace(bypassed=True)
     except CannotSplitError as error:
@@ -627,7 +598,8 @@ def _is_bypassed(sides: _Sides) -> bool:
     """
     features: set[fx.Node] = set()
     for node in sides.before:
-        if node.op == "call_module" or (not features.isdisjoint(node.all_input_nodes) and not _is_size(node)):
+        computed = not features.isdisjoint(node.all_input_nodes) and not _is_size(node)
+        if node.op == "call_module" or computed:
             features.add(node)
     for node in sides.carried:
         users = [user for user in node.users if user in sides.after]
@@ -639,13 +611,10 @@ def _is_bypassed(sides: _Sides) -> bool:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether the node computes a size, a number of dimensions or the like, rather than a tensor."""
-    if node.op == "call_method" and node.target in ("size", "dim", "numel"):
-        return True
-    if node.op == "call_function" and node.target is getattr:
+    """Whether the node asks for a size, a number of dimensions or the like, which is no tensor."""
+    if node.target is getattr:
         return node.args[1] in ("shape", "ndim", "dtype", "device")
-    inputs = node.all_input_nodes
-    return node.op == "call_function" and bool(inputs) and all(map(_is_size, inputs))
+    return node.op == "call_method" and node.target in ("size", "dim", "numel")
 
 
 def _suggestion(calls: list[_Call], sound: list[_Call]) -> str | None:
