@@ -111,6 +111,17 @@ def test_rare_masks_have_their_rate(prob):
     assert abs(count - expected) < 5 * deviation
 
 
+@pytest.mark.parametrize(
+    ("prob", "draws"), [(0.7, 1), (0.0, 1), (1.0, 1), (1e-5, 2), (1 - 1e-5, 2), (1e-7, 4)]
+)
+def test_sixty_random_bits_make_as_many_masks_as_the_probability_allows(prob, draws, monkeypatch):
+    """Four masks a member, each of 15, 30 or 60 bits, so that the rate is right to a thousandth of itself."""
+    made, randint = [], torch.randint
+    monkeypatch.setattr(torch, "randint", lambda *a, **k: made.append(1) or randint(*a, **k))
+    share_features(features(5, 2, 3), prob=prob)
+    assert len(made) == 5 * draws
+
+
 def check_gradients_use_the_drawn_masks(share, device):
     """Features are powers of two, so that sums tell which masks were drawn; the gradient must be the same ones."""
     h = [torch.full((40, 1000), float(2**n), device=device, requires_grad=True) for n in range(4)]

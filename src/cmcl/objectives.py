@@ -101,8 +101,9 @@ def confident_oracle_loss(
         _checks.choice("others", others, ("uniform", "none"))
         kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
     if task is None:  # all members at once
-        every = targets.expand(len(logits), *targets.shape).flatten(0, 1)  # (M * B, ...)
-        values = _cross_entropy(logits.flatten(0, 1), every).unflatten(0, logits.shape[:2])  # (M, B, ...)
+        every = targets.long().expand(len(logits), *targets.shape).flatten(0, 1)  # (M * B, ...)
+        values = F.cross_entropy(logits.flatten(0, 1), every, reduction="none")
+        values = values.unflatten(0, logits.shape[:2])  # (M, B, ...)
     else:
         values = torch.stack([_checks.unreduced(task(z, targets), z[:, 0]) for z in logits])
     drawn = _draw(labels, log_p, samples, generator)  # (S, M, B, ...), or None
@@ -239,10 +240,6 @@ def specialists(scores: Tensor, overlap: int | Tensor) -> Tensor:
     """The assignment v (M, B) that minimises eq. 3: the K smallest scores task - beta * KL per example."""
     ranks = scores.argsort(dim=0, stable=True).argsort(dim=0)  # stable: ties go to the lowest member index
     return ranks < overlap
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits, targets.long(), reduction="none")
 
 
 def _times(weights: Scalar, values: Tensor) -> Tensor:

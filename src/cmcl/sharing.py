@@ -52,17 +52,16 @@ def _masks(h: Tensor, count: int, prob: float, mode: str, generator: torch.Gener
     if mode == "expected":
         return [prob] * count
     # Drawing is what sharing costs, so 60 random bits make several masks: four if 15 bits suffice for prob.
-    width = next((w for w in (15, 30) if _error(prob, w) <= 1e-3 * min(prob, 1 - prob)), 60)
-    each, level = 60 // width, round(prob * 2**width)
+    for width in (15, 30, 60):
+        level = round(prob * 2**width)
+        if abs(level / 2**width - prob) <= 1e-3 * min(prob, 1 - prob):
+            break
+    each = 60 // width
     # Without a generator the argument must be absent: then torch.compile draws inside the kernel that adds.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
     bits = [torch.randint(2**60, h.shape, device=h.device, **source) for _ in range(0, count, each)]
     shifts = [width * (n % each) for n in range(count)]
     return [(bits[n // each] & ((2**width - 1) << s)) < (level << s) for n, s in enumerate(shifts)]
-
-
-def _error(prob: float, width: int) -> float:
-    return abs(round(prob * (1 << width)) / (1 << width) - prob)
 
 
 def _check(features: Sequence[Tensor] | Tensor, masks: Tensor | None, mode: str) -> None:
