@@ -1,6 +1,8 @@
 """The ensemble as its users meet it: building, forward, predict, state."""
 
 import copy
+import math
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -11,7 +13,7 @@ from torch import nn
 
 from cmcl import Ensemble, SharedStemEnsemble, share_features
 from cmcl.data.transforms import MeanStd
-from cmcl.ensemble import in_eval
+from cmcl.ensemble import in_eval, scale_temperature
 from helpers import draw_masks
 
 
@@ -220,6 +222,16 @@ class TestPredict:
         assert p.chosen.equal(entropy.argmin(0))
         assert not p.probs.requires_grad
 
+    def test_temperature_by_hand(self):
+        """p ** (1 / T), normalised: with T = 1/2 the squares of 3/4 and 1/4 are 9 and 1 tenths."""
+        probs = torch.tensor([[0.75, 0.25], [1.0, 0.0]])
+        scaled = scale_temperature(probs, 0.5)
+        torch.testing.assert_close(scaled, torch.tensor([[0.9, 0.1], [1.0, 0.0]]))
+        torch.testing.assert_close(scale_temperature(probs, 1.0), probs)
+        for wrong in (0.0, -1.0, math.inf, math.nan):
+            with pytest.raises(ValueError, match="temperature must be above 0. Got"):
+                scale_temperature(probs, wrong)
+
     def test_dense(self):
         ensemble = Ensemble(lambda: nn.Conv2d(1, 2, 1), 3)
         p = ensemble.predict(torch.randn(4, 1, 5, 6))
@@ -346,6 +358,14 @@ class TestState:
         other.load_state_dict(ensemble.state_dict())
         x = torch.randn(7, 4)
         assert other.predict(x).probs.equal(ensemble.predict(x).probs)
+
+    @pytest.mark.parametrize("share_after", [None, "act"])
+    def test_pickles_keep_everything_but_the_pieces_which_are_split_again(self, share_after):
+        ensemble, x = Ensemble(Net, 2, share_after=share_after, share_prob=0.4), torch.randn(7, 4)
+        ensemble.temperature = 2.0
+        other = pickle.loads(pickle.dumps(ensemble))  # noqa: S301
+        assert other.predict(x).probs.equal(ensemble.predict(x).probs)
+        assert (other.share_after, other.share_prob, other.temperature) == (share_after, 0.4, 2.0)
 
     def test_repr(self):
         text = repr(Ensemble(Net, 2, share_after="act"))

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ._messages import warn
 
-NO_EXTREMES = (torch.uint16, torch.uint32, torch.uint64)  # of which torch finds no lowest and highest
-
 
 def members(logits: Tensor) -> int:
     """The number of members M of logits (M, B, C, ...)."""
@@ -151,7 +149,7 @@ def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) 
     """Raise unless labels are class indices or `ignore_index`."""
     if not targets.numel():
         return
-    numbers = targets.long() if targets.dtype in NO_EXTREMES else targets
+    numbers = targets.long()  # torch finds no lowest and highest uint16
     low, high = (numbers if ignore_index is None else numbers.where(numbers != ignore_index, 0)).aminmax()
     if int(low) < 0 or int(high) >= classes:  # as ints: a narrow type would take 300 for another number
         counted = numbers if ignore_index is None else numbers[numbers != ignore_index]
