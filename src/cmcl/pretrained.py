@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _checks
+from ._messages import first_line
 from .ensemble import Ensemble, Network, Output, build_members
 from .splitting import CannotSplitError, Split, parts_around, split
 
@@ -47,7 +48,10 @@ def from_pretrained(
     _checks.positive("members", members)
     heads = [head] if isinstance(head, str) else list(head)
     _check_heads(network, heads)
-    copies = [copy.deepcopy(network) for _ in range(members)]
+    try:
+        copies = [copy.deepcopy(network) for _ in range(members)]
+    except Exception as error:
+        raise ValueError(f"network must be one that can be copied. Got {first_line(error)}.") from error
     common = [] if stem is None else held_once(network, join_stems(copies, stem))
     for name in heads:
         if any(_is_in(key, [name]) for key in common):
@@ -56,10 +60,11 @@ def from_pretrained(
                 f"{stem!r} needs a part; name a later submodule, or an earlier stem."
             )
     for module in copies:
-        drawn = [part for name in heads for part in module.get_submodule(name).modules()]
+        drawn = {part for name in heads for part in module.get_submodule(name).modules()}
         for part in drawn:
             if (reset := _reset(part)) is not None:
                 reset()
+        _check_drawn(network, module, drawn)
         new = {p for part in drawn for p in part.parameters(recurse=False)}
         _add_noise([p for n, p in module.named_parameters() if n not in common and p not in new], noise)
     build = Ensemble if stem is None else partial(SharedStemEnsemble, stem=stem, freeze=freeze)
@@ -199,7 +204,6 @@ def _doubles(ensemble: SharedStemEnsemble, prefix: str) -> list[tuple[str, str]]
 
 
 def _check_heads(network: nn.Module, heads: Sequence[str]) -> None:
-    """Raise unless the heads exist, and their weights can be drawn anew without changing other layers."""
     known = dict(network.named_modules())
     for name in heads:
         if not name or name not in known:
@@ -209,35 +213,29 @@ def _check_heads(network: nn.Module, heads: Sequence[str]) -> None:
             )
         if not any(True for _ in known[name].parameters()):
             raise ValueError(f"head must have weights to draw anew. Got {name!r}, which has none.")
-    drawn = {part for name in heads for part in known[name].modules()}
-    for part in drawn:
-        weights, computed = [key for key, _ in part.named_parameters(recurse=False)], _computed(part)
-        if computed or (weights and _reset(part) is None):
-            why = f" whose {computed} is computed from others" if computed else ""
-            raise ValueError(
-                "head must be layers that can draw their weights anew, by reset_parameters(). Got "
-                f"{type(part).__name__}{why}; give it that method, and use no spectral_norm, weight_norm or "
-                "prune there."
-            )
-    own = {p: f"{name}.{key}" for name in heads for key, p in known[name].named_parameters()}
-    for name, part in known.items():
-        for key, p in part.named_parameters(name, recurse=False):
-            if part not in drawn and p in own:
+
+
+def _check_drawn(pretrained: nn.Module, member: nn.Module, drawn: set[nn.Module]) -> None:
+    """Raise unless the weights of the modules in `drawn` are new, and all others are as they were.
+
+    A layer may have no way to draw them, or compute its weight from others (spectral_norm, weight_norm,
+    prune), which stay; a weight may be tied to one in another layer. Equal numbers, as of a normalisation,
+    may come out again.
+    """
+    for (name, before), after in zip(pretrained.named_modules(), member.modules(), strict=True):
+        weights = zip(before.named_parameters(name, recurse=False), after.parameters(False), strict=True)
+        for (key, old), new in weights:
+            if after in drawn and (_reset(after) is None or (old.equal(new) and new.min() < new.max())):
                 raise ValueError(
-                    f"head must not be tied to what stays pretrained. Got {own[p]!r}, which is also "
+                    "head must be layers that can draw their weights anew, by reset_parameters(). Got "
+                    f"{key!r} of a {type(after).__name__}, which stays as it was; give the layer that "
+                    "method, and use no spectral_norm, weight_norm or prune there."
+                )
+            if after not in drawn and not old.equal(new):
+                raise ValueError(
+                    "head must not be tied to what stays pretrained. Got a head whose weight is also "
                     f"{key!r}; give the head a weight of its own, or name both parts as head."
                 )
-
-
-def _computed(part: nn.Module) -> str | None:
-    """The name of a weight that a hook computes from parameters: drawing it anew would have no effect.
-
-    prune and the older spectral_norm keep a parameter `weight_orig`, the older weight_norm `weight_g` and
-    `weight_v`.
-    """
-    keys = [key.rpartition("_") for key, _ in part.named_parameters(recurse=False)]
-    names = [name for name, _, last in keys if last in {"orig", "g", "v"}]
-    return next((name for name in names if isinstance(vars(part).get(name), Tensor)), None)
 
 
 def _reset(part: nn.Module) -> Any:
