@@ -210,7 +210,7 @@ def test_names_splits_and_options_are_checked():
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, ">f4"])
 def test_arrays(dtype):
     images = np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).astype(dtype)
-    data = load("arrays", images=images, targets=np.array([1, 0], np.int16))
+    data = from_arrays(images, np.array([1, 0], np.int16))
     assert data.images.dtype == (torch.uint8 if dtype is np.uint8 else torch.float32)
     assert data.images.numpy().tolist() == images.tolist()
     assert data.classes == ("0", "1")
