@@ -494,7 +494,7 @@ def _cached(kind: str, key: str, compute: Callable[[], Tensors], folder: str | P
 
 
 def _seal(key: str, tensors: Tensors) -> dict[str, str]:
-    """What a cached file holds beside the tensors: neither damage nor a file of another key goes unnoticed."""
+    """What a cached file holds beside the tensors, to notice damage and the file of another key."""
     return {"checksum": _json_checksum([key, tensor_checksum(tensors)])}
 
 
