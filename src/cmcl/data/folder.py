@@ -12,16 +12,7 @@ import torch
 
 from .. import _checks
 from .dataset import Dataset
-from .images import (
-    Example,
-    collect,
-    image_files,
-    masked_examples,
-    parse_size,
-    read_image,
-    read_segmentation,
-    stack,
-)
+from .images import Pair, collect, image_files, paired_files, parse_size, read_image, read_segmentation, stack
 
 LAYOUT = (
     "Lay it out as <class>/*.jpg, or as images/*.jpg with masks/*.png, each also inside train/ and test/."
@@ -57,7 +48,7 @@ def load(
     found = _images_by_class(folder, names, complete=split == "train")
     files = [file for files in found.values() for file in files]
     images = stack(collect(lambda file: read_image(file, shape, mode), files))
-    targets = [names.index(name) for name, files in found.items() for _ in files]
+    targets = [i for i, name in enumerate(names) for _ in found[name]]
     return Dataset(images, torch.tensor(targets), tuple(names), split, str(folder))
 
 
@@ -89,14 +80,14 @@ def _class_folders(folder: Path) -> list[str]:
     return sorted(path.name for path in entries if path.is_dir())
 
 
-def _masked(folder: Path) -> list[Example]:
+def _masked(folder: Path) -> list[Pair]:
     images, masks = folder / "images", folder / "masks"
     if not masks.is_dir():
         message = f"{folder} must hold masks/ beside images/. Got images/ alone."
         raise ValueError(f"{message} Put the masks there; if images is a class, give it another name.")
-    examples = masked_examples(images, masks, "all")
+    found = paired_files(images, masks, "all")
     for group in _class_folders(images):
-        examples += masked_examples(images / group, masks / group, group)
-    if not examples:
+        found += paired_files(images / group, masks / group, group)
+    if not found:
         raise ValueError(f"{images} must hold images. Got none. {LAYOUT}")
-    return examples
+    return found

@@ -6,9 +6,8 @@ H x W pixels, C channels.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,13 +28,12 @@ _NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 _ORIENTATION = 0x0112  # EXIF tag of how a photo is turned; from 5 on, width and height are swapped
 
 
-@dataclass(frozen=True)
-class Example:
-    """One image file, its mask if there is one, and its class or group."""
+class Pair(NamedTuple):
+    """An image file with its mask, of a group of related images."""
 
     image: Path
-    label: str
-    mask: Path | None = None
+    mask: Path
+    group: str
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -51,13 +49,12 @@ def _formats() -> list[str]:
     return [name for name in Image.OPEN if name not in _NOT_READ]
 
 
-def masked_examples(images: Path, masks: Path, label: str) -> list[Example]:
+def paired_files(images: Path, masks: Path, group: str) -> list[Pair]:
     """The images of a folder with the masks of the same names in another."""
     found = _by_stem(masks) if masks.is_dir() else {}
     # a missing mask becomes a .png that does not exist, so that reading it raises
     return [
-        Example(image, label, found.get(stem, masks / f"{stem}.png"))
-        for stem, image in _by_stem(images).items()
+        Pair(image, found.get(stem, masks / f"{stem}.png"), group) for stem, image in _by_stem(images).items()
     ]
 
 
@@ -82,7 +79,7 @@ def parse_size(size: Any) -> Size:
 
 
 def read_segmentation(
-    examples: Sequence[Example],
+    pairs: Sequence[Pair],
     size: Size | None,
     classes: Sequence[str] | None = None,
     *,
@@ -90,20 +87,19 @@ def read_segmentation(
     split: str,
     source: str,
 ) -> Dataset:
-    """A dataset for segmentation, of foreground unless `classes` are named; labels are groups."""
+    """A dataset for segmentation, of foreground unless `classes` are named."""
 
-    def read(example: Example) -> tuple[Pixels, Pixels]:
-        assert example.mask is not None
-        image_size(example)  # before resizing hides a mask that does not fit
-        mask = read_mask(example.mask, size, classes=len(classes) if classes else None)
-        return read_image(example.image, size, mode), mask
+    def read(pair: Pair) -> tuple[Pixels, Pixels]:
+        image_size(pair)  # before resizing hides a mask that does not fit
+        mask = read_mask(pair.mask, size, classes=len(classes) if classes else None)
+        return read_image(pair.image, size, mode), mask
 
-    pairs = collect(read, examples)
-    images, masks = (stack(arrays) for arrays in zip(*pairs, strict=True))
+    images, masks = (stack(arrays) for arrays in zip(*collect(read, pairs), strict=True))
     if classes and len(classes) == 2 and not (masks == 1).any():
         masks[masks == IGNORE] = 1  # black and white masks: white is the second class
-    groups = tuple(example.label for example in examples)
-    return Dataset(images, masks, tuple(classes or FOREGROUND), split, source, groups)
+    return Dataset(
+        images, masks, tuple(classes or FOREGROUND), split, source, tuple(pair.group for pair in pairs)
+    )
 
 
 def stack(arrays: Sequence[Pixels]) -> torch.Tensor:
@@ -138,13 +134,13 @@ def outcomes(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Resu
         return list(pool.map(attempt, items))
 
 
-def image_size(example: Example) -> Size:
+def image_size(pair: Pair) -> Size:
     """Size of the image as displayed; its mask must have the same. Reads no pixels."""
-    with _opened(example.image) as image:
+    with _opened(pair.image) as image:
         size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) < 5 else image.size
-    if example.mask is not None and (mask := stored_size(example.mask)) != size:
+    if (mask := stored_size(pair.mask)) != size:
         got = f"Got {mask} and {size}"
-        raise ValueError(f"{example.mask} must have the size of its image. {got}. Correct the mask.")
+        raise ValueError(f"{pair.mask} must have the size of its image. {got}. Correct the mask.")
     return size
 
 
