@@ -35,17 +35,6 @@ def test_small_elements(tmp_path, write_svhn):
     assert load("svhn", root=tmp_path).targets.tolist() == labels.tolist()
 
 
-def test_a_missing_file_and_a_file_without_read_permission(open_folder, run_unprivileged):
-    with pytest.raises(FileNotFoundError, match=r"train_32x32.mat must exist.*cmcl data fetch svhn"):
-        load("svhn", root=open_folder)
-    (open_folder / "svhn").mkdir()
-    path = open_folder / "svhn" / "train_32x32.mat"
-    path.write_bytes(b"x")
-    path.chmod(0)
-    result = run_unprivileged(f"import cmcl.data; cmcl.data.load('svhn', root={str(open_folder)!r})")
-    assert "must be readable. Got no read permission" in result.stderr.strip().splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
