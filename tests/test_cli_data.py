@@ -96,7 +96,6 @@ def test_options_of_a_set(cmcl):
         (["data", "check", "digits", "--option", "size"], "NAME=VALUE. Got 'size'."),
         (["data", "check", "shapes", "--option", "siez=3"], "Did you mean 'size'?"),
         (["data", "check", "shapes", "--option", "size=8,8"], "Got '8,8'. Write size=[75,125] or size=64."),
-        (["data", "check", "arrays"], "exist in Python only"),
         (["data", "check", "folder"], "root must name the folder"),
         (["data", "check"], "Missing argument"),
         (["data", "check", "digits", "--what"], "No such option"),

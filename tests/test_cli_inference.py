@@ -164,12 +164,6 @@ def test_own_network(cmcl, here, tmp_path, name, own):
             ["evaluate", "runs/mine", "--data", "digits", "--ood", "shapes", "--limit", 4, *MINE, *CPU],
             "--ood must name images that the ensemble takes. Got 3 x 64 x 64",
         ),
-        (["evaluate", "runs/mine", "--data", "arrays", *MINE], "--data must be a dataset that can be loaded"),
-        (
-            ["calibrate", "runs/mine", "--data", "arrays", *MINE],
-            "--data must be a dataset that can be loaded",
-        ),
-        (["evaluate", "runs/mine", "--data", "digits", "--ood", "arrays", *MINE], "--ood must be a dataset"),
         (["predict", "runs/mine", "wide.png", *MINE], "must have the size that runs/mine was trained on"),
         (["calibrate", "runs/mine", "-o", "."], "--out must name a file"),
         (["calibrate", "runs/mine", "--risk", "2"], "risk must be"),

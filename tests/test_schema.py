@@ -1,10 +1,12 @@
 """Settings and JSON files: one style of message, and nothing that a file holds can hang or crash the reader."""
 
 import os
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from cmcl._files import parse_json, read_json
+from cmcl._files import STALE, parse_json, read_json, replacing
 from cmcl._schema import Schema
 
 
@@ -69,3 +71,34 @@ class TestReadJson:
 
     def test_values(self):
         assert parse_json('{"a": [1, 2.5, null]}', "text") == {"a": [1, 2.5, None]}
+
+
+class TestReplacing:
+    def test_a_whole_file_or_none_with_the_permissions_of_any_other(self, tmp_path):
+        path, link, plain = tmp_path / "a.json", tmp_path / "link", tmp_path / "plain"
+        plain.touch()
+        link.symlink_to(path)
+        with replacing(link) as part:
+            assert part.parent == tmp_path
+            part.write_text("new")
+        assert (path.read_text(), link.is_symlink()) == ("new", True)
+        assert path.stat().st_mode == plain.stat().st_mode
+        with suppress(RuntimeError), replacing(path) as part:
+            part.write_text("half")
+            raise RuntimeError
+        assert path.read_text() == "new"
+        assert sorted(tmp_path.iterdir()) == [path, link, plain]
+
+    def test_what_killed_processes_left_is_removed(self, tmp_path):
+        old, young, other = (tmp_path / name for name in (".a.12345678.part", ".b.12345678.part", ".c.part"))
+        for path in (old, young, other):
+            path.touch()
+        for path in (old, other):
+            os.utime(path, (0, path.stat().st_mtime - STALE - 1))
+        with replacing(tmp_path / "d"):
+            pass
+        assert sorted(tmp_path.iterdir()) == [young, other, tmp_path / "d"]
+
+    def test_a_device_is_never_replaced(self):
+        with pytest.raises(ValueError, match="must be a file to be replaced"), replacing(Path("/dev/null")):
+            pass

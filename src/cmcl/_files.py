@@ -4,8 +4,8 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,14 +33,12 @@ def replacing(path: Path, checkpoints: Path | None = None) -> Iterator[Path]:
         raise ValueError(f"{path} must be a file to be replaced. Got something else. Name another place.")
     _remove_stale(path.parent)
     with needing_room(path, checkpoints):
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-        os.close(handle)
-        part = Path(name)
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        part.touch(exist_ok=False)  # with the permissions of any new file, unlike tempfile's
         try:
             yield part
             with part.open("rb+") as file:
                 os.fsync(file.fileno())
-            part.chmod(0o666 & ~_umask())  # mkstemp's 0600 is for secrets
             part.replace(path)
             _sync_folder(path.parent)
         finally:
@@ -48,7 +46,7 @@ def replacing(path: Path, checkpoints: Path | None = None) -> Iterator[Path]:
 
 
 def _remove_stale(folder: Path) -> None:
-    for part in folder.glob(".*.????????.part"):  # as mkstemp names them below
+    for part in folder.glob(".*.????????.part"):  # as `replacing` names them
         with suppress(OSError):  # another process may remove it first, or own it
             if part.is_file() and time.time() - part.stat().st_mtime > STALE:
                 part.unlink()
@@ -117,12 +115,6 @@ def digest(path: Path, algorithm: str = "sha256") -> str:
     """The checksum of a file, in hex; it detects damage, not forgery."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _sync_folder(folder: Path) -> None:

@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -114,17 +113,6 @@ def write_mask():
     return write
 
 
-DROP_PRIVILEGES = """
-import os
-from PIL import Image
-import cmcl.data, cmcl.data.inspect, cmcl.data.folder, cmcl.data.icoseg, cmcl.data.cifar10, cmcl.data.svhn
-Image.init()
-if os.geteuid() == 0:  # only now: another user may not be able to read the modules above
-    os.setgid(65534)
-    os.setuid(65534)
-"""
-
-
 @pytest.fixture
 def run_python():
     """Run code in a new process, because it limits or may crash it."""
@@ -135,17 +123,3 @@ def run_python():
         return subprocess.run(command, capture_output=True, text=True, env=env)
 
     return run
-
-
-@pytest.fixture
-def run_unprivileged(run_python):
-    """Run code as an ordinary user, whom file permissions bind even where the tests run as root."""
-    return lambda code: run_python(DROP_PRIVILEGES + code)
-
-
-@pytest.fixture
-def open_folder():
-    """A temporary folder that other users can enter, unlike tmp_path."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)

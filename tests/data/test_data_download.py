@@ -37,9 +37,7 @@ class Handler(BaseHTTPRequestHandler):
 def publish(monkeypatch, content):
     info = DATASETS["cifar10"]
     downloads = {NAME: hashlib.md5(content).hexdigest()}
-    monkeypatch.setitem(
-        DATASETS, "cifar10", replace(info, published=replace(info.published, downloads=downloads))
-    )
+    monkeypatch.setitem(DATASETS, "cifar10", replace(info, downloads=downloads))
 
 
 @pytest.fixture

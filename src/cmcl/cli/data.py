@@ -8,7 +8,7 @@ from ..data.registry import DATASETS
 from .common import AsJson, DataOption, Root, parse_pairs, print_json, print_table, seed_range
 
 app = typer.Typer(help="Download datasets and inspect them.", no_args_is_help=True)
-DOWNLOADS = [name for name, info in DATASETS.items() if info.published and info.published.downloads]
+DOWNLOADS = [name for name, info in DATASETS.items() if info.downloads]
 
 
 @app.command("list")

@@ -112,7 +112,6 @@ def load_test(
     name = data or saved.data
     if name is None:
         raise ValueError(f"--data must name the test data: {saved.folder} does not record it. Got none.")
-    check_loadable(name, "--data", "cmcl.evaluate or cmcl.calibration")
     test = evenly_spaced(_load(name, root, common.parse_pairs(options, "--option")), limit)
     return align_classes(test, ensemble.classes, count_classes(ensemble, test, "--data", "--option"))
 
@@ -120,7 +119,6 @@ def load_test(
 def load_ood(name: str, own_root: Path | None, root: Path | None, options: Sequence[str] | None) -> "Dataset":
     """The out-of-distribution images of --ood."""
     values = common.parse_pairs(options, "--ood-option")
-    check_loadable(name, "--ood", "cmcl.evaluate")
     if own_root is not None:
         return _load(name, own_root, values)
     if name == "folder":
@@ -137,15 +135,6 @@ def _load(name: str, root: Path | None, options: dict[str, Any]) -> "Dataset":
         return load(name, split="test", root=whole, **options)
     inside = whole / "test"
     return replace(load(name, root=inside if inside.is_dir() else whole, **options), split="test")
-
-
-def check_loadable(name: str | None, option: str, function: str) -> None:
-    """Raise for arrays, which only Python can pass."""
-    if name in DATASETS and not DATASETS[name].on_disk:
-        raise ValueError(
-            f"{option} must be a dataset that can be loaded by name. Got {name}, which exist in Python only. "
-            f"Use {function} there."
-        )
 
 
 def count_classes(ensemble: "Ensemble", data: "Dataset", option: str, convert: str) -> int:

@@ -1,7 +1,6 @@
 """A user's own numpy arrays or tensors as a `Dataset`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,19 +39,6 @@ def from_arrays(
         labels = labels.long()
     names = _default_names(labels) if classes is None else tuple(classes)
     return Dataset(_images(images, layout), labels, names, split, "arrays")
-
-
-def load(
-    split: str = "train",
-    root: str | Path | None = None,
-    *,
-    images: Array,
-    targets: Array,
-    classes: Sequence[str] | None = None,
-    layout: str = "NCHW",
-) -> Dataset:
-    """`from_arrays` with the signature that `cmcl.data.load` calls."""
-    return from_arrays(images, targets, classes=classes, split=split, layout=layout)
 
 
 def _default_names(labels: Tensor) -> tuple[str, ...]:

@@ -35,10 +35,7 @@ class Dataset:
 
     def __post_init__(self) -> None:
         images, targets, source = self.images, self.targets, self.source
-        if images.ndim != 4:
-            raise ValueError(f"images of {source} must have shape (N,C,H,W). Got {tuple(images.shape)}.")
-        if images.dtype != torch.uint8 and not images.is_floating_point():
-            raise TypeError(f"images of {source} must be uint8 or floating point. Got {images.dtype}.")
+        check_images(f"images of {source}", images)
         n, _, height, width = images.shape
         if tuple(targets.shape) not in {(n,), (n, height, width)}:
             raise ValueError(
@@ -90,6 +87,14 @@ class Dataset:
             recipe=None,
             units=self.units and tuple(self.units[i] for i in chosen),
         )
+
+
+def check_images(name: str, images: Tensor, hint: str = "") -> None:
+    """Raise unless images are uint8 or floating point, of shape (N,C,H,W)."""
+    if images.ndim != 4:
+        raise ValueError(f"{name} must have shape (N,C,H,W). Got {tuple(images.shape)}. {hint}".strip())
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise TypeError(f"{name} must be uint8 or floating point. Got {images.dtype}.")
 
 
 def load_recipe(recipe: Mapping[str, Any], root: str | Path | None = None) -> Dataset:

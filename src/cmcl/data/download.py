@@ -19,15 +19,14 @@ def fetch(
         site: another address that serves the same files.
         progress: show a progress bar, if tqdm is installed.
     """
-    published = {key: info.published for key, info in DATASETS.items() if info.published}
-    with_files = [key for key, facts in published.items() if facts.downloads]
-    if name not in with_files:
-        hint = DATASETS[name].hint if name in published else nearest(name, with_files)
+    info, with_files = DATASETS.get(name), [key for key, known in DATASETS.items() if known.downloads]
+    if info is None or not info.downloads:
+        hint = info.hint if info and info.site else nearest(name, with_files)
         raise ValueError(f"name must be a dataset with files to download. Got {name!r}. {hint}")
-    address = (site or published[name].site).rstrip("/")
+    address = (site or info.site).rstrip("/")
     return [
         _fetch_file(f"{address}/{Path(path).name}", data_root(root) / path, md5, progress)
-        for path, md5 in published[name].downloads.items()
+        for path, md5 in info.downloads.items()
     ]
 
 

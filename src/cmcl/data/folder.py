@@ -8,9 +8,11 @@ DIR/train/..., DIR/test/...               either of these, already split
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from .. import _checks
 from .dataset import Dataset
-from .images import Example, image_files, masked_examples, parse_size, read_classification, read_segmentation
+from .images import Pair, collect, image_files, paired_files, parse_size, read_image, read_segmentation, stack
 
 LAYOUT = (
     "Lay it out as <class>/*.jpg, or as images/*.jpg with masks/*.png, each also inside train/ and test/."
@@ -43,15 +45,24 @@ def load(
         return read_segmentation(_masked(folder), shape, classes, mode=mode, split=split, source=str(folder))
     # the training folder names the classes, so that they have the same numbers in every split
     names = _class_folders(_split_folder(whole, "train"))
-    present = [name for name in names if (folder / name).is_dir()]  # a split need not have all classes
-    examples = [Example(image, name) for name in present for image in image_files(folder / name)]
-    empty = [name for name in names if name not in {example.label for example in examples}]
+    found = _images_by_class(folder, names, complete=split == "train")
+    files = [file for files in found.values() for file in files]
+    images = stack(collect(lambda file: read_image(file, shape, mode), files))
+    targets = [i for i, name in enumerate(names) for _ in found[name]]
+    return Dataset(images, torch.tensor(targets), tuple(names), split, str(folder))
+
+
+def _images_by_class(folder: Path, names: list[str], *, complete: bool) -> dict[str, list[Path]]:
+    """The images of each class; only the training split must have some of every class."""
     message = f"{folder} must hold images in the folders of the training classes."
-    if unknown := sorted(set(_class_folders(folder)) - set(names)):
+    present = _class_folders(folder)
+    if unknown := sorted(set(present) - set(names)):
         raise ValueError(f"{message} Got classes that train/ lacks: {', '.join(unknown)}. {LAYOUT}")
-    if not examples or (empty and split == "train"):
+    found = {name: image_files(folder / name) if name in present else [] for name in names}
+    empty = [name for name, files in found.items() if not files]
+    if len(empty) == len(names) or (empty and complete):
         raise ValueError(f"{message} Got no images in {', '.join(empty) or 'any folder'}. {LAYOUT}")
-    return read_classification(examples, shape, names, mode=mode, split=split, source=str(folder))
+    return found
 
 
 def _split_folder(whole: Path, split: str) -> Path:
@@ -69,14 +80,14 @@ def _class_folders(folder: Path) -> list[str]:
     return sorted(path.name for path in entries if path.is_dir())
 
 
-def _masked(folder: Path) -> list[Example]:
+def _masked(folder: Path) -> list[Pair]:
     images, masks = folder / "images", folder / "masks"
     if not masks.is_dir():
         message = f"{folder} must hold masks/ beside images/. Got images/ alone."
         raise ValueError(f"{message} Put the masks there; if images is a class, give it another name.")
-    examples = masked_examples(images, masks, "all")
+    found = paired_files(images, masks, "all")
     for group in _class_folders(images):
-        examples += masked_examples(images / group, masks / group, group)
-    if not examples:
+        found += paired_files(images / group, masks / group, group)
+    if not found:
         raise ValueError(f"{images} must hold images. Got none. {LAYOUT}")
-    return examples
+    return found

@@ -1,13 +1,12 @@
 """iCoseg (Batra et al. 2010): `iCoseg/images/<group>/*` with masks `iCoseg/ground_truth/<group>/*`."""
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from .. import _checks
 from .._files import digest
 from .dataset import Dataset, hold_out
-from .images import Example, collect, image_size, masked_examples, parse_size, read_segmentation
+from .images import Pair, collect, image_size, paired_files, parse_size, read_segmentation
 from .registry import ICOSEG, data_root
 
 # The paper takes images "larger than 300x500", but no side is longer than 500: here that means at least.
@@ -36,21 +35,21 @@ def load(
     folder, shape = data_root(root) / "iCoseg", parse_size(size)
     found = _find(folder)
     sizes = [sorted(size) if orientation == "both" else size for size in collect(image_size, found)]
-    examples = [e for e, (h, w) in zip(found, sizes, strict=True) if h >= SMALLEST[0] and w >= SMALLEST[1]]
-    if not examples:
+    large = [pair for pair, (h, w) in zip(found, sizes, strict=True) if h >= SMALLEST[0] and w >= SMALLEST[1]]
+    if not large:
         raise ValueError(
             f"{folder} must hold images of at least {SMALLEST} (height, width). Got none. {ICOSEG.hint}"
         )
-    digests = [digest(example.image) for example in examples]
-    train, test = hold_out([example.label for example in examples], digests, fraction=0.2, seed=seed)
-    chosen = [examples[i] for i in (train if split == "train" else test)]
+    digests = [digest(pair.image) for pair in large]
+    train, test = hold_out([pair.group for pair in large], digests, fraction=0.2, seed=seed)
+    chosen = [large[i] for i in (train if split == "train" else test)]
     return read_segmentation(chosen, shape, split=split, source=str(folder))
 
 
-def _find(folder: Path) -> list[Example]:
+def _find(folder: Path) -> list[Pair]:
     if not (folder / "images").is_dir() or not (folder / "ground_truth").is_dir():
         message = f"{folder} must hold images/ and ground_truth/ with one folder per group. Got neither."
         raise FileNotFoundError(f"{message} {ICOSEG.hint}")
     groups = sorted(path for path in (folder / "images").iterdir() if path.is_dir())
-    found = (masked_examples(group, folder / "ground_truth" / group.name, group.name) for group in groups)
-    return list(chain.from_iterable(found))
+    masks = folder / "ground_truth"
+    return [pair for group in groups for pair in paired_files(group, masks / group.name, group.name)]

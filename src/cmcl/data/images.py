@@ -6,9 +6,8 @@ H x W pixels, C channels.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,13 +28,12 @@ _NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
 _ORIENTATION = 0x0112  # EXIF tag of how a photo is turned; from 5 on, width and height are swapped
 
 
-@dataclass(frozen=True)
-class Example:
-    """One image file, its mask if there is one, and its class or group."""
+class Pair(NamedTuple):
+    """An image file with its mask, of a group of related images."""
 
     image: Path
-    label: str
-    mask: Path | None = None
+    mask: Path
+    group: str
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -51,13 +49,12 @@ def _formats() -> list[str]:
     return [name for name in Image.OPEN if name not in _NOT_READ]
 
 
-def masked_examples(images: Path, masks: Path, label: str) -> list[Example]:
+def paired_files(images: Path, masks: Path, group: str) -> list[Pair]:
     """The images of a folder with the masks of the same names in another."""
     found = _by_stem(masks) if masks.is_dir() else {}
     # a missing mask becomes a .png that does not exist, so that reading it raises
     return [
-        Example(image, label, found.get(stem, masks / f"{stem}.png"))
-        for stem, image in _by_stem(images).items()
+        Pair(image, found.get(stem, masks / f"{stem}.png"), group) for stem, image in _by_stem(images).items()
     ]
 
 
@@ -81,24 +78,8 @@ def parse_size(size: Any) -> Size:
     return pair[0], pair[1]
 
 
-def read_classification(
-    examples: Sequence[Example],
-    size: Size | None,
-    classes: Sequence[str],
-    *,
-    mode: str,
-    split: str,
-    source: str,
-) -> Dataset:
-    """A dataset for classification: the examples' labels are their classes."""
-    images = collect(lambda example: read_image(example.image, size, mode), examples)
-    number = {name: i for i, name in enumerate(classes)}
-    targets = torch.tensor([number[example.label] for example in examples])
-    return Dataset(_stack(images), targets, tuple(classes), split, source)
-
-
 def read_segmentation(
-    examples: Sequence[Example],
+    pairs: Sequence[Pair],
     size: Size | None,
     classes: Sequence[str] | None = None,
     *,
@@ -106,23 +87,23 @@ def read_segmentation(
     split: str,
     source: str,
 ) -> Dataset:
-    """A dataset for segmentation, of foreground unless `classes` are named; labels are groups."""
+    """A dataset for segmentation, of foreground unless `classes` are named."""
 
-    def read(example: Example) -> tuple[Pixels, Pixels]:
-        assert example.mask is not None
-        image_size(example)  # before resizing hides a mask that does not fit
-        mask = read_mask(example.mask, size, classes=len(classes) if classes else None)
-        return read_image(example.image, size, mode), mask
+    def read(pair: Pair) -> tuple[Pixels, Pixels]:
+        image_size(pair)  # before resizing hides a mask that does not fit
+        mask = read_mask(pair.mask, size, classes=len(classes) if classes else None)
+        return read_image(pair.image, size, mode), mask
 
-    pairs = collect(read, examples)
-    images, masks = _stack([image for image, _ in pairs]), _stack([mask for _, mask in pairs])
+    images, masks = (stack(arrays) for arrays in zip(*collect(read, pairs), strict=True))
     if classes and len(classes) == 2 and not (masks == 1).any():
         masks[masks == IGNORE] = 1  # black and white masks: white is the second class
-    groups = tuple(example.label for example in examples)
-    return Dataset(images, masks, tuple(classes or FOREGROUND), split, source, groups)
+    return Dataset(
+        images, masks, tuple(classes or FOREGROUND), split, source, tuple(pair.group for pair in pairs)
+    )
 
 
-def _stack(arrays: Sequence[Pixels]) -> torch.Tensor:
+def stack(arrays: Sequence[Pixels]) -> torch.Tensor:
+    """(N,...) of arrays that must have one height and width."""
     sizes = sorted({array.shape[-2:] for array in arrays})
     if len(sizes) > 1:
         got = f"Got {sizes[0]} and {sizes[1]} (height, width), among others"
@@ -153,13 +134,13 @@ def outcomes(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Resu
         return list(pool.map(attempt, items))
 
 
-def image_size(example: Example) -> Size:
+def image_size(pair: Pair) -> Size:
     """Size of the image as displayed; its mask must have the same. Reads no pixels."""
-    with _opened(example.image) as image:
+    with _opened(pair.image) as image:
         size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) < 5 else image.size
-    if example.mask is not None and (mask := stored_size(example.mask)) != size:
+    if (mask := stored_size(pair.mask)) != size:
         got = f"Got {mask} and {size}"
-        raise ValueError(f"{example.mask} must have the size of its image. {got}. Correct the mask.")
+        raise ValueError(f"{pair.mask} must have the size of its image. {got}. Correct the mask.")
     return size
 
 
@@ -188,46 +169,46 @@ def read_mask(path: Path, size: Size | None = None, *, classes: int | None = Non
     """
     with _opened(path) as opened:
         mask = opened.copy()
-    values = _mask_values(mask, path, by_colour=classes is None)
-    last = None if classes is None else min(classes, IGNORE) - 1
-    allowed = {0, 1, 255} if last is None else {*range(last + 1), IGNORE}
+    if classes is None:
+        values = _foreground_by_colour(mask, path)
+        values = _numbers(mask) if values is None else values
+        allowed, expected = {0, 1, 255}, "0 and 1, or 0 and 255"
+    else:
+        values, last = _numbers(mask), min(classes, IGNORE) - 1
+        allowed, expected = {*range(last + 1), IGNORE}, f"class indices 0 to {last}"
     # of the whole mask, because resizing can lose the few pixels that are wrong
     if wrong := sorted(set(np.unique(values).tolist()) - allowed):
-        expected = "0 and 1, or 0 and 255" if last is None else f"class indices 0 to {last}"
         hint = "Name all classes with classes=[...] if these are class indices"
         raise ValueError(f"{path} must hold {expected}. Got {wrong[0]}. {hint}.")
-    values = (values != 0 if classes is None else values).astype(np.uint8)
+    pixels = (values != 0 if classes is None else values).astype(np.uint8)
     if size is not None:
-        values = np.array(Image.fromarray(values).resize(size[::-1], Image.Resampling.NEAREST))
-    return values
+        pixels = np.array(Image.fromarray(pixels).resize(size[::-1], Image.Resampling.NEAREST))
+    return pixels
 
 
-def _mask_values(mask: Image.Image, path: Path, *, by_colour: bool) -> NDArray[Any]:
+def _numbers(mask: Image.Image) -> NDArray[Any]:
+    """(H,W) of what a mask stores: grey values, or indices of a palette."""
     if mask.mode[0] in "IF":  # Pillow would clip large numbers
         values: NDArray[Any] = np.array(mask)
         return np.where(values == 65535, 255, values)  # white, in 16 bits
-    if by_colour and Image.getmodebase(mask.mode) != "L":
-        lit = _not_black(mask, path)
-        if lit is not None:
-            return lit
     return np.array(mask if mask.mode in {"L", "P"} else mask.convert("L"))
 
 
-def _not_black(mask: Image.Image, path: Path) -> NDArray[np.bool_] | None:
-    """(H,W), true where a mask of black and one other colour is not black; None for other masks.
+def _foreground_by_colour(mask: Image.Image, path: Path) -> NDArray[np.bool_] | None:
+    """(H,W), true where a mask of black and one other colour is not black; None for a mask of numbers.
 
     The indices of a palette have no meaning here: programs number two colours in any order.
     """
-    colours = mask.convert("RGBA")
-    found = colours.getcolors(2)  # None if there are more
-    if found is None:
+    if Image.getmodebase(mask.mode) == "L":
         return None
+    colours = mask.convert("RGBA")
+    found = colours.getcolors(2) or []  # none if there are more
     others = [colour for _, colour in found if isinstance(colour, tuple) and any(colour[:3])]
     if len(others) > 1:
         message = f"{path} must hold black and one other colour. Got {others[0]} and {others[1]}."
         raise ValueError(f"{message} Draw the background black.")
     is_grey = all(len(set(colour[:3])) == 1 for colour in others)
-    if is_grey and mask.mode != "P":  # then it holds numbers, as a grey image does
+    if not found or (is_grey and mask.mode != "P"):  # a grey value is a number, as in a grey image
         return None
     return np.asarray(np.array(colours)[..., :3].any(-1))
 

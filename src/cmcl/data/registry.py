@@ -22,19 +22,6 @@ FOREGROUND = ("background", "foreground")
 
 
 @dataclass(frozen=True)
-class Published:
-    """What the authors of a dataset published, to download it and to check a copy of it."""
-
-    site: str  # address of the folder that holds the files
-    downloads: Mapping[str, str] = field(default_factory=dict)  # path under the root -> md5
-    files: Mapping[str, str] = field(default_factory=dict)  # the same of all files that it is read from
-    class_counts: tuple[int, ...] = ()  # training images of each class
-    mean: tuple[float, ...] = ()  # of each channel of the training split, for values of 0 to 1
-    std: tuple[float, ...] = ()
-    checksums: Mapping[str, str] = field(default_factory=dict)  # split -> `Dataset.checksum`
-
-
-@dataclass(frozen=True)
 class DatasetInfo:
     """One dataset. The module of that name in this package has the function `load` that reads it."""
 
@@ -46,17 +33,22 @@ class DatasetInfo:
     classes: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)  # split -> number of images
     dense: bool = False  # the targets are masks
-    on_disk: bool = True  # `load` can read it again from its name; False: arrays in memory
-    published: Published | None = None
+
+    # what its authors published, to download it and to check a copy of it
+    site: str = ""  # address of the folder that holds the files
+    downloads: Mapping[str, str] = field(default_factory=dict)  # path under the root -> md5
+    files: Mapping[str, str] = field(default_factory=dict)  # the same of all files that it is read from
+    class_counts: tuple[int, ...] = ()  # training images of each class
+    mean: tuple[float, ...] = ()  # of each channel of the training split, for values of 0 to 1
+    std: tuple[float, ...] = ()
+    checksums: Mapping[str, str] = field(default_factory=dict)  # split -> `Dataset.checksum`
 
     @property
     def hint(self) -> str:
         """The end of an error message about the files of a published dataset: how to get them."""
-        if self.published is None:
-            return ""
-        if not self.published.downloads:
-            return f"Download it by hand from {self.published.site}."
-        return f"Get it with: cmcl data fetch {self.name} (from {self.published.site})."
+        if self.downloads:
+            return f"Get it with: cmcl data fetch {self.name} (from {self.site})."
+        return f"Download it by hand from {self.site}." if self.site else ""
 
 
 # md5 of the archives: https://www.cs.toronto.edu/~kriz/cifar.html; of the files: torchvision's cifar.py
@@ -87,19 +79,17 @@ CIFAR10 = DatasetInfo(
         *("dog", "frog", "horse", "ship", "truck"),
     ),
     sizes={"train": 50_000, "test": 10_000},
-    published=Published(
-        site="https://www.cs.toronto.edu/~kriz",
-        downloads=_CIFAR10_ARCHIVE,
-        files=_CIFAR10_FILES | _CIFAR10_ARCHIVE,
-        class_counts=(5_000,) * 10,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-        # of a copy with the same images, labels and order, but other bytes than the files above
-        checksums={
-            "train": "1b124094fa71757e2a5794ab052453e80b30eb27728f9bb8898b70e728ae8c32",
-            "test": "335e460fac2f8961874196617fb75418986862673dd66fb6d78ab4e0b8660a14",
-        },
-    ),
+    site="https://www.cs.toronto.edu/~kriz",
+    downloads=_CIFAR10_ARCHIVE,
+    files=_CIFAR10_FILES | _CIFAR10_ARCHIVE,
+    class_counts=(5_000,) * 10,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+    # of a copy with the same images, labels and order, but other bytes than the files above
+    checksums={
+        "train": "1b124094fa71757e2a5794ab052453e80b30eb27728f9bb8898b70e728ae8c32",
+        "test": "335e460fac2f8961874196617fb75418986862673dd66fb6d78ab4e0b8660a14",
+    },
 )
 SVHN = DatasetInfo(
     name="svhn",
@@ -108,14 +98,13 @@ SVHN = DatasetInfo(
     shape=(3, 32, 32),
     classes=TEN_DIGITS,
     sizes={"train": 73_257, "test": 26_032},
-    published=Published(  # no checksums: the copy at hand was rebuilt, and a few of its values differ by 1
-        site="http://ufldl.stanford.edu/housenumbers",
-        downloads=_SVHN_FILES,
-        files=_SVHN_FILES,
-        class_counts=(4_948, 13_861, 10_585, 8_497, 7_458, 6_882, 5_727, 5_595, 5_045, 4_659),
-        mean=(0.4377, 0.4438, 0.4728),
-        std=(0.1980, 0.2010, 0.1970),
-    ),
+    site="http://ufldl.stanford.edu/housenumbers",
+    downloads=_SVHN_FILES,
+    files=_SVHN_FILES,
+    class_counts=(4_948, 13_861, 10_585, 8_497, 7_458, 6_882, 5_727, 5_595, 5_045, 4_659),
+    mean=(0.4377, 0.4438, 0.4728),
+    std=(0.1980, 0.2010, 0.1970),
+    # no checksums: the copy at hand was rebuilt, and a few of its values differ by 1
 )
 ICOSEG = DatasetInfo(
     name="icoseg",
@@ -126,7 +115,7 @@ ICOSEG = DatasetInfo(
     sizes={"train": 362, "test": 87},
     dense=True,
     # the site has no files with fixed addresses, so there is nothing to download
-    published=Published(site="http://chenlab.ece.cornell.edu/projects/touch-coseg/"),
+    site="http://chenlab.ece.cornell.edu/projects/touch-coseg/",
 )
 DIGITS = DatasetInfo(
     name="digits",
@@ -151,20 +140,9 @@ FOLDER = DatasetInfo(
     description="your own images: a folder per class, or images/ and masks/",
     splits=("train", "validation", "test"),
 )
-ARRAYS = DatasetInfo(
-    name="arrays",
-    title="arrays",
-    description="your own arrays or tensors",
-    splits=("train", "validation", "test"),
-    on_disk=False,
-)
 
-DATASETS = {info.name: info for info in (CIFAR10, SVHN, ICOSEG, DIGITS, SHAPES, FOLDER, ARRAYS)}
-CHECKSUMS = {  # of the published datasets, as far as they are known
-    name: info.published.checksums
-    for name, info in DATASETS.items()
-    if info.published and info.published.checksums
-}
+DATASETS = {info.name: info for info in (CIFAR10, SVHN, ICOSEG, DIGITS, SHAPES, FOLDER)}
+CHECKSUMS = {name: info.checksums for name, info in DATASETS.items() if info.checksums}  # as far as known
 
 
 def load(name: str, *, split: str = "train", root: str | Path | None = None, **options: Any) -> "Dataset":
@@ -175,7 +153,7 @@ def load(name: str, *, split: str = "train", root: str | Path | None = None, **o
         split: "train" or "test"; also "validation" for a folder that has one.
         root: folder that holds the datasets; default: `CMCL_DATA`, then `~/.cache/cmcl`.
         options: arguments of the dataset's own `load`, such as `size` for "folder"; JSON values, because a
-            saved transform records them (only "arrays" takes arrays).
+            saved transform records them.
     """
     info = dataset_info(name)
     if split not in info.splits:
@@ -184,10 +162,9 @@ def load(name: str, *, split: str = "train", root: str | Path | None = None, **o
     known = signature(read).parameters.keys() - {"split", "root"}
     for option in sorted(options.keys() - known):
         raise TypeError(f"{option} must be an option of {name}. {nearest(option, sorted(known))}")
-    options = _as_json(options) if info.on_disk else options
+    options = _as_json(options)
     dataset: Dataset = read(split=split, root=root, **options)
-    recipe = {"name": name, "split": split, "options": options}
-    return replace(dataset, recipe=recipe) if info.on_disk else dataset
+    return replace(dataset, recipe={"name": name, "split": split, "options": options})
 
 
 def dataset_info(name: str) -> DatasetInfo:

@@ -15,12 +15,11 @@ import hashlib
 import json
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,46 +28,58 @@ from torch import Tensor
 
 from .. import _checks
 from .._files import open_binary, parse_json, replacing
-from .dataset import Dataset, load_recipe, tensor_checksum
+from .dataset import Dataset, check_images, load_recipe, tensor_checksum
 from .registry import cache_root, nearest
 
+Tensors = Mapping[str, Tensor]
 Chunks = Callable[[], Iterator[Tensor]]  # a new pass over the data: (B,C,H,W) float64
-T = TypeVar("T")
 
+HINT = "Add the missing dimension; inputs that are not images need an ensemble without a transform."
 _CHUNK_BYTES = 1 << 26
 _BLOCK = 512  # columns of the covariance computed together
 _MAX_DIMENSIONS = 1 << 14  # a ZCA matrix of that side already takes 2 GiB in float64
 
 
-class Transform(ABC):
-    """A step that is fitted to images, applied to images, and saved. Subclasses are dataclasses."""
+class Transform:
+    """A step that is fitted to images, applied to images, and saved.
+
+    A subclass is a dataclass of its parameters. It defines `_apply`, `_fit` if it learns, and `_invert` if
+    nothing is lost.
+    """
 
     kind: ClassVar[str]  # its name in saved files
     needs_fit = True  # False for a step that learns nothing from data
 
     def __post_init__(self) -> None:
         self.source: dict[str, Any] | None = None  # what it was fitted on: checksum and recipe
-        self._tensors: dict[str, Tensor] = {}
-        self._copies: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}  # made when first used
+        self._tensors: dict[str, Tensor] = {}  # what was learned, on the CPU
+        self._copies: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
 
-    @abstractmethod
-    def _fit(self, chunks: Chunks) -> None: ...
+    def _fit(self, chunks: Chunks) -> None:
+        """Set the learned tensors."""
 
-    @abstractmethod
-    def _apply(self, x: Tensor) -> Tensor: ...  # (B,C,H,W) float64 -> the same
+    def _apply(self, x: Tensor) -> Tensor:
+        """A chunk (B,C,H,W) of float64, transformed."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _invert(self, x: Tensor) -> Tensor: ...
+    def _invert(self, x: Tensor) -> Tensor:
+        raise ValueError(
+            f"inverse must be called on a transform that has one. Got {self.kind}, which loses each image's "
+            "mean and contrast. Invert the later steps alone: compose.steps[-1].inverse(values)."
+        )
+
+    def _check_shape(self, shape: Sequence[int]) -> None:
+        """Raise unless images (C,H,W) fit to what was learned."""
 
     def fit(self, data: Dataset | Tensor) -> Self:
         """Learn from images (N,C,H,W) and return self. A `Dataset` is recorded by checksum and recipe."""
         images = data.images if isinstance(data, Dataset) else data
-        _check(images)
+        check_images("images", images, HINT)
         if not len(images):
             raise ValueError("fit needs at least one image. Got none.")
         if self.needs_fit:
             self.source = _describe(data)
-            self._fit(lambda: _chunks(images))
+            self._fit(partial(_chunks, images))
         return self
 
     def transform(self, images: Tensor) -> Tensor:
@@ -80,13 +91,14 @@ class Transform(ABC):
         return self._stream(values, self._invert)
 
     @torch.no_grad()
-    def _stream(self, images: Tensor, step: Callable[[Tensor], Tensor]) -> Tensor:
-        _check(images)
+    def _stream(self, images: Tensor, formula: Callable[[Tensor], Tensor]) -> Tensor:
+        check_images("images", images, HINT)
         self._check_fitted()
+        self._check_shape(images.shape[1:])
         out = torch.empty_like(images, dtype=torch.float32, memory_format=torch.contiguous_format)
         start = 0
         for chunk in _chunks(images):
-            out[start : start + len(chunk)] = step(chunk)
+            out[start : start + len(chunk)] = formula(chunk)
             start += len(chunk)
         return out
 
@@ -94,7 +106,7 @@ class Transform(ABC):
         """The same formulas on float32 CPU tensors, for exported graphs, where float64 is slow or absent."""
         self._check_fitted()
         single = copy.deepcopy(self)
-        single._set_tensors({k: tensor.to("cpu", torch.float32) for k, tensor in self._get_tensors().items()})
+        single._set_tensors({name: tensor.float() for name, tensor in self._get_tensors().items()})
         return single._apply
 
     @property
@@ -107,13 +119,20 @@ class Transform(ABC):
             raise ValueError(f"{self.kind} must be fitted first. Call .fit(train) or load a saved transform.")
 
     def _learned(self, name: str, like: Tensor) -> Tensor:
-        """A learned tensor in the type and on the device of the images."""
+        """A learned tensor in the type and on the device of the images; kept there for the next ones."""
         tensor, key = self._tensors[name], (name, like.device, like.dtype)
         if (tensor.device, tensor.dtype) == (like.device, like.dtype):
             return tensor
         if key not in self._copies:
             self._copies[key] = tensor.to(like)
         return self._copies[key]
+
+    def _get_tensors(self) -> dict[str, Tensor]:
+        return self._tensors
+
+    def _set_tensors(self, tensors: Tensors) -> None:
+        self._tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        self._copies.clear()
 
     def parameters(self) -> dict[str, Any]:
         """Kind and parameters as JSON values: all that is needed to fit it again."""
@@ -129,27 +148,9 @@ class Transform(ABC):
         self._check_fitted()
         return self.checksum_for(self.source["checksum"] if self.source else "")
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the learned tensors."""
-        return sum(tensor.nbytes for tensor in self._get_tensors().values())
-
-    def _get_tensors(self) -> dict[str, Tensor]:
-        return self._tensors
-
-    def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
-        self._copies.clear()
-
-    def to(self, device: str | torch.device) -> Self:
-        """Move the learned tensors; they are copied to other devices when images are there."""
-        self._set_tensors({name: tensor.to(device) for name, tensor in self._get_tensors().items()})
-        return self
-
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(config of JSON values, tensors), for any file; the inverse is `from_state`."""
-        self._check_fitted()
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in self._get_tensors().items()}
+        tensors = {name: tensor.contiguous() for name, tensor in self._get_tensors().items()}
         config = self.parameters() | {
             "source": self.source,
             "checksum": self.checksum,
@@ -184,10 +185,7 @@ class GCN(Transform):
     def __post_init__(self) -> None:
         super().__post_init__()
         _checks.choice("by", self.by, ("norm", "deviation"))
-        if not self.scale > 0:
-            raise ValueError(f"scale must be positive. Got {self.scale}.")
-
-    def _fit(self, chunks: Chunks) -> None: ...
+        _check_positive("scale", self.scale)
 
     def _apply(self, x: Tensor) -> Tensor:
         x = x - x.mean((1, 2, 3), keepdim=True)
@@ -196,12 +194,6 @@ class GCN(Transform):
             contrast = contrast / math.sqrt(x.shape[1:].numel())
         # below pylearn2's limit of 1e-8 there is no contrast to scale, only rounding
         return x * torch.where(contrast < 1e-8 * self.scale, 1.0, self.scale / contrast)
-
-    def _invert(self, x: Tensor) -> Tensor:
-        raise ValueError(
-            "inverse must be called on a transform that has one. Got gcn, which loses each image's mean and "
-            "contrast. Invert the later steps alone: compose.steps[-1].inverse(values)."
-        )
 
 
 @dataclass(eq=False)
@@ -219,8 +211,7 @@ class ZCA(Transform):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.bias > 0:
-            raise ValueError(f"bias must be positive. Got {self.bias}.")
+        _check_positive("bias", self.bias)
 
     def _fit(self, chunks: Chunks) -> None:
         mean, covariance = _moments(chunks)
@@ -230,21 +221,14 @@ class ZCA(Transform):
         self._set_tensors({"mean": mean.float(), "matrix": matrix.float()})
 
     def _apply(self, x: Tensor) -> Tensor:
-        self._check_size(x)
         return ((x.flatten(1) - self._learned("mean", x)) @ self._learned("matrix", x)).view_as(x)
 
     def _invert(self, x: Tensor) -> Tensor:
-        self._check_size(x)
-        key = "inverse", x.device, x.dtype
-        if key not in self._copies:
-            self._copies[key] = torch.linalg.inv(self._learned("matrix", x))
-        return (x.flatten(1) @ self._copies[key] + self._learned("mean", x)).view_as(x)
+        centred: Tensor = torch.linalg.solve(self._learned("matrix", x), x.flatten(1), left=False)
+        return (centred + self._learned("mean", x)).view_as(x)
 
-    def _check_size(self, x: Tensor) -> None:
-        fitted, got = self._tensors["mean"].numel(), x.shape[1:].numel()
-        if fitted != got:
-            shape = tuple(x.shape[1:])
-            raise ValueError(f"images must have {fitted} values each, as at the fit. Got {got} {shape}.")
+    def _check_shape(self, shape: Sequence[int]) -> None:
+        _check_fit("values", self._tensors["mean"].numel(), math.prod(shape))
 
 
 def _moments(chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -272,12 +256,6 @@ def _moments(chunks: Chunks) -> tuple[Tensor, Tensor]:
     return mean, squares.div_(n).addr_(mean, mean, alpha=-1)
 
 
-def _check_finite(sums: Tensor) -> None:
-    """A value that is not finite, in any image, shows in the sums over all of them."""
-    if not sums.isfinite().all():
-        raise ValueError("images must be finite. Got NaN or infinity. Clean them before the fit.")
-
-
 @dataclass(eq=False)
 class MeanStd(Transform):
     """Per channel: subtract the mean, divide by the standard deviation. The inverse is exact to rounding."""
@@ -297,17 +275,13 @@ class MeanStd(Transform):
         self._set_tensors({"mean": mean.view(-1, 1, 1), "std": std.view(-1, 1, 1)})
 
     def _apply(self, x: Tensor) -> Tensor:
-        self._check_channels(x)
         return (x - self._learned("mean", x)) / self._learned("std", x)
 
     def _invert(self, x: Tensor) -> Tensor:
-        self._check_channels(x)
         return x * self._learned("std", x) + self._learned("mean", x)
 
-    def _check_channels(self, x: Tensor) -> None:
-        fitted = len(self._tensors["mean"])
-        if x.shape[1] != fitted:
-            raise ValueError(f"images must have {fitted} channels, one for each mean. Got {x.shape[1]}.")
+    def _check_shape(self, shape: Sequence[int]) -> None:
+        _check_fit("channels", len(self._tensors["mean"]), shape[0])
 
 
 @dataclass(eq=False)
@@ -382,10 +356,14 @@ class Compose(Transform):
             x = step._invert(x)
         return x
 
+    def _check_shape(self, shape: Sequence[int]) -> None:
+        for step in self.steps:
+            step._check_shape(shape)
+
     def _get_tensors(self) -> dict[str, Tensor]:
         return {f"{i}.{k}": v for i, step in enumerate(self.steps) for k, v in step._get_tensors().items()}
 
-    def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+    def _set_tensors(self, tensors: Tensors) -> None:
         for i, step in enumerate(self.steps):
             step.source = self.source if step.needs_fit else None
             own = {k.removeprefix(f"{i}."): v for k, v in tensors.items() if k.startswith(f"{i}.")}
@@ -411,10 +389,10 @@ def build(config: Mapping[str, Any]) -> Transform:
         raise ValueError(f"kind must be a known transform. Got {kind!r}. {nearest(str(kind), list(KINDS))}")
     if kind == Compose.kind:
         return Compose([build(step) for step in config["steps"]])
-    return KINDS[kind](**{name: config[name] for name in getattr(KINDS[kind], "__dataclass_fields__", ())})
+    return KINDS[kind](**{f.name: config[f.name] for f in fields(KINDS[kind])})  # type: ignore[arg-type]
 
 
-def from_state(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Transform:
+def from_state(config: Mapping[str, Any], tensors: Tensors) -> Transform:
     """The fitted transform that `state()` took apart. Damage to either part raises `ValueError`."""
     problem = ""
     try:
@@ -444,16 +422,6 @@ def load(path: str | Path) -> Transform:
     return from_state(config, tensors)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-
-
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata)
-
-
 def refit(config: Mapping[str, Any], root: str | Path | None = None) -> Transform:
     """Fit again from a saved config alone, on the same data found under `root`.
 
@@ -473,8 +441,7 @@ def refit(config: Mapping[str, Any], root: str | Path | None = None) -> Transfor
             f"the data under root must be those of the first fit ({source['recipe']['name']}, sha256 "
             f"{source['checksum'][:12]}...). Got others. Point root at the same data."
         )
-    transform = fit_cached(transform, data)
-    found = _norms(transform._get_tensors())
+    found = _norms(fit_cached(transform, data)._get_tensors())
     for name, expected in config["norms"].items():
         if not math.isclose(found.get(name, math.nan), expected, rel_tol=1e-4, abs_tol=1e-6):
             raise ValueError(
@@ -485,58 +452,60 @@ def refit(config: Mapping[str, Any], root: str | Path | None = None) -> Transfor
 
 
 def fit_cached(transform: Transform, train: Dataset, folder: str | Path | None = None) -> Transform:
-    """`transform.fit(train)`, read from the cache if the same fit is there."""
+    """`transform.fit(train)`, with the tensors from the cache if the same fit is there."""
     if not transform.needs_fit:
         return transform.fit(train)
-    expected = transform.checksum_for(train.checksum)
-
-    def read(path: Path) -> Transform:
-        found = load(path)
-        if found.checksum != expected:
-            raise ValueError(f"{path} must hold the fit of checksum {expected}. Got {found.checksum}.")
-        transform.source = _describe(train)
-        transform._set_tensors(found._get_tensors())
-        return transform
-
-    path = _cache_path(folder, "transforms", expected)
-    return _cached(path, read, lambda: transform.fit(train), lambda fit: fit.save(path))
+    key = transform.checksum_for(train.checksum)
+    tensors = _cached("transforms", key, lambda: transform.fit(train)._get_tensors(), folder)
+    transform.source = _describe(train)
+    transform._set_tensors(tensors)
+    return transform
 
 
 def transform_cached(transform: Transform, dataset: Dataset, folder: str | Path | None = None) -> Dataset:
     """The dataset with transformed images, read from the cache if the same images are there."""
-
-    def read(path: Path) -> Tensor:
-        tensors, metadata = _read(path)
-        if tensor_checksum(tensors) != metadata.get("digest"):
-            raise ValueError(f"{path} must agree with its checksum.")
-        return tensors["images"]
-
-    def write(images: Tensor) -> None:
-        _write(path, {"images": images.cpu()}, {"digest": tensor_checksum({"images": images})})
-
-    path = _cache_path(folder, "images", _json_checksum([transform.checksum, dataset.checksum]))
-    images = _cached(path, read, lambda: transform.transform(dataset.images), write)
-    return replace(dataset, images=images.to(dataset.images.device), recipe=None)
+    key = _json_checksum([transform.checksum, dataset.checksum])
+    tensors = _cached("images", key, lambda: {"images": transform.transform(dataset.images).cpu()}, folder)
+    return replace(dataset, images=tensors["images"].to(dataset.images.device), recipe=None)
 
 
-def _cache_path(folder: str | Path | None, kind: str, key: str) -> Path:
-    """Named by the checksums of what went in: a file is never out of date."""
-    return cache_root(folder) / "preprocessed" / kind / f"{key[:32]}.safetensors"
+def _cached(kind: str, key: str, compute: Callable[[], Tensors], folder: str | Path | None) -> Tensors:
+    """The tensors of `compute`, from the file named by `key`, the checksum of all that they depend on.
 
-
-def _cached(path: Path, read: Callable[[Path], T], build: Callable[[], T], write: Callable[[T], None]) -> T:
+    So a file is never out of date. One that is damaged is written again, and a full or read-only disk must
+    not stop the training.
+    """
+    path = cache_root(folder) / "preprocessed" / kind / f"{key[:32]}.safetensors"
     try:
         if path.exists():
-            return read(path)
-    except (ValueError, OSError, SafetensorError):
-        warnings.warn(f"the cached file {path} is damaged or unreadable: computing it again", stacklevel=3)
-    value = build()
+            tensors, metadata = _read(path)
+            if metadata == _seal(key, tensors):
+                return tensors
+            warnings.warn(f"the cached file {path} is damaged: computing it again", stacklevel=3)
+    except (OSError, SafetensorError) as error:
+        warnings.warn(f"the cached file {path} is unreadable ({error}): computing it again", stacklevel=3)
+    tensors = dict(compute())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(value)
-    except (OSError, SafetensorError) as error:  # a full or read-only disk must not stop the training
+        _write(path, tensors, _seal(key, tensors))
+    except (OSError, SafetensorError) as error:
         warnings.warn(f"{path} could not be written ({error}): continuing without a cache", stacklevel=3)
-    return value
+    return tensors
+
+
+def _seal(key: str, tensors: Tensors) -> dict[str, str]:
+    """What a cached file holds beside the tensors, to notice damage and the file of another key."""
+    return {"checksum": _json_checksum([key, tensor_checksum(tensors)])}
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, metadata)
 
 
 def _json_checksum(value: Any) -> str:
@@ -544,7 +513,7 @@ def _json_checksum(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _norms(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+def _norms(tensors: Tensors) -> dict[str, float]:
     """One number per tensor, to compare two fits without the tensors."""
     return {name: float(tensor.double().norm()) for name, tensor in tensors.items()}
 
@@ -555,16 +524,6 @@ def _describe(data: Dataset | Tensor) -> dict[str, Any]:
     return {"checksum": tensor_checksum({"images": data}), "recipe": None}
 
 
-def _check(images: Tensor) -> None:
-    if images.ndim != 4:
-        raise ValueError(
-            f"images must have shape (N,C,H,W). Got {tuple(images.shape)}. Add the missing dimension; inputs "
-            "that are not images need an ensemble without a transform."
-        )
-    if images.dtype != torch.uint8 and not images.is_floating_point():
-        raise TypeError(f"images must be uint8 or floating point. Got {images.dtype}.")
-
-
 def _chunks(images: Tensor) -> Iterator[Tensor]:
     device = images.device
     if device.type == "cpu" and torch.cuda.is_available():
@@ -572,3 +531,19 @@ def _chunks(images: Tensor) -> Iterator[Tensor]:
     rows = max(1, _CHUNK_BYTES // (8 * max(1, images.shape[1:].numel())))
     for chunk in torch.split(images, rows):
         yield chunk.to(device, torch.float64)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be positive. Got {value}.")
+
+
+def _check_fit(unit: str, fitted: int, got: int) -> None:
+    if fitted != got:
+        raise ValueError(f"images must have {fitted} {unit}, as at the fit. Got {got}.")
+
+
+def _check_finite(sums: Tensor) -> None:
+    """A value that is not finite, in any image, shows in the sums over all of them."""
+    if not sums.isfinite().all():
+        raise ValueError("images must be finite. Got NaN or infinity. Clean them before the fit.")
