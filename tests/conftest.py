@@ -13,10 +13,12 @@ import torch
 from cmcl import cli
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
     """What is preprocessed goes to a folder of this test run, never to the user's."""
-    monkeypatch.setenv("CMCL_CACHE", str(tmp_path_factory.getbasetemp() / "cmcl-cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CMCL_CACHE", str(tmp_path_factory.getbasetemp() / "cmcl-cache"))
+        yield
 
 
 @pytest.fixture(autouse=True)

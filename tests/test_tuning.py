@@ -172,7 +172,7 @@ def tune_command(cmcl, out, *settings):
         ("validation=0", "Got validation. Use --validation."),
         ("epoch=3", "Recipe has no field 'epoch'. Did you mean 'epochs'?"),
         ("method=ie", "recipe must be a CMCL one"),
-        ("data=arrays", "data must be a dataset that can be loaded by name. Got arrays"),
+        ("data=arrays", "name must be a known dataset. Got 'arrays'"),
     ],
 )
 def test_what_cannot_be_set(cmcl, tmp_path, setting, message):

@@ -445,7 +445,7 @@ def test_a_whole_file_of_another_fit_is_not_read(tmp_path, digits):
 
 
 def test_a_cache_that_cannot_be_read_or_written_only_warns(tmp_path, digits, monkeypatch):
-    (tmp_path / "preprocessed").write_text("a file in place of the folder")
+    (tmp_path / transforms.CACHE).write_text("a file in place of the folder")
     with pytest.warns(UserWarning, match="continuing without a cache"):
         fit = fit_cached(MeanStd(), digits, tmp_path)
     with pytest.warns(UserWarning, match="continuing without a cache"):

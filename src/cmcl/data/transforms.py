@@ -35,6 +35,7 @@ Tensors = Mapping[str, Tensor]
 Chunks = Callable[[], Iterator[Tensor]]  # a new pass over the data: (B,C,H,W) float64
 
 HINT = "Add the missing dimension; inputs that are not images need an ensemble without a transform."
+CACHE = "preprocessed-2"  # a folder for each format of its files
 _CHUNK_BYTES = 1 << 26
 _BLOCK = 512  # columns of the covariance computed together
 _MAX_DIMENSIONS = 1 << 14  # a ZCA matrix of that side already takes 2 GiB in float64
@@ -475,7 +476,7 @@ def _cached(kind: str, key: str, compute: Callable[[], Tensors], folder: str | P
     So a file is never out of date. One that is damaged is written again, and a full or read-only disk must
     not stop the training.
     """
-    path = cache_root(folder) / "preprocessed" / kind / f"{key[:32]}.safetensors"
+    path = cache_root(folder) / CACHE / kind / f"{key[:32]}.safetensors"
     try:
         if path.exists():
             tensors, metadata = _read(path)
