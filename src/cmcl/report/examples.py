@@ -1,13 +1,13 @@
 """The images of galleries that a page shows: what CMCL and its baseline predict for each of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..reproduction.gallery import Predictions, Scene
+from ..reproduction.gallery import Gallery, Predictions, Scene
 from .load import Run
 
 KINDS = {  # of an image, by whether the averaged predictions are right
@@ -23,7 +23,6 @@ MOST = 24  # images of a kind
 class Vote(NamedTuple):
     """A predicted class."""
 
-    who: str
     label: str
     percent: int  # confidence
     right: bool
@@ -33,11 +32,11 @@ class Vote(NamedTuple):
 class Card(NamedTuple):
     """An image with a class, and its predictions by method."""
 
-    index: int
     image: str
     label: str
     kind: str
-    votes: Sequence[tuple[str, Sequence[Vote]]]
+    votes: Mapping[str, Sequence[Vote]]  # the averaged prediction, then each member's
+    name: str
 
 
 @dataclass(frozen=True)
@@ -45,93 +44,66 @@ class Examples:
     """Cards of a classification, with the numbers of all test images by kind."""
 
     intro: str
-    counts: dict[str, tuple[str, int]]  # kind: (title, images of the test set)
+    counts: Mapping[str, tuple[str, int]]  # kind: (title, images of the test set)
     cards: Sequence[Card]
-
-    @property
-    def labels(self) -> list[str]:
-        """The classes of the cards."""
-        return sorted({card.label for card in self.cards})
 
 
 def compared(runs: Sequence[Run]) -> Examples | None:
     """What CMCL (else the first run) fixed and broke of its baseline's predictions, of equal test images."""
-    shown = [run for run in runs if run.gallery and not run.gallery.dense]
+    shown = [(run, run.gallery) for run in runs if run.gallery and not run.gallery.dense]
     if not shown:
         return None
-    mine = next((run for run in shown if run.method == "cmcl"), shown[0])
-    rivals = {run.method: run for run in reversed(shown) if run is not mine and _same_images(run, mine)}
-    other = rivals.get("ie") or rivals.get("single")
-    both = [mine, other] if other else [mine]
-    predictions = [run.gallery.predictions for run in both if run.gallery]
-    kinds = {kind: where for kind, where in _kinds(predictions).items() if where.any()}
-    cards = _cards(both, predictions, kinds)
-    counts = {kind: (KINDS[kind].format(mine=mine.title), int(where.sum())) for kind, where in kinds.items()}
-    disputed = sum(card.kind == "disputed" for card in cards)
-    if disputed:
-        counts["disputed"] = (KINDS["disputed"], disputed)
-    total = f"{len(predictions[0].targets):,} test images"
-    intro = f"Predictions of {' and '.join(run.title for run in both)} for {total}, seed {mine.seed}. "
-    if other:
-        fixed, broken = (kinds[kind].sum() if kind in kinds else 0 for kind in ("fixed", "broken"))
-        intro += f"{mine.title} fixes {fixed} errors of {other.title} and makes {broken} others. "
+    mine = next((pair for pair in shown if pair[0].method == "cmcl"), shown[0])
+    others = [pair for pair in reversed(shown) if pair is not mine and _same_images(mine, pair)]
+    rivals = {run.method: (run, gallery) for run, gallery in others}
+    both = [mine, *[rivals[method] for method in ("ie", "single") if method in rivals][:1]]
+    wrong, *rival = (gallery.predictions.wrong for _, gallery in both)
+    kinds = {"wrong": wrong}
+    if rival:
+        kinds = {"fixed": rival[0] & ~wrong, "broken": wrong & ~rival[0], "both": wrong & rival[0]}
+    cards = _cards(both, kinds)
+    counts = {kind: int(where.sum()) for kind, where in kinds.items()}
+    counts["disputed"] = sum(card.kind == "disputed" for card in cards)
+    titles = [run.title for run, _ in both]
+    intro = f"Predictions of {' and '.join(titles)} for {len(wrong):,} test images, seed {mine[0].seed}. "
+    if rival:
+        intro += f"{titles[0]} fixes {counts['fixed']} errors of {titles[1]} and adds {counts['broken']}. "
     intro += (
-        f"Shown are up to {MOST} of a kind; disputed: the members contradict each other most confidently. "
+        f"At most {MOST} of a kind are shown; disputed: the members contradict each other most confidently. "
         "◂ marks the most confident member."
     )
-    return Examples(intro, counts, cards)
+    named = {kind: (KINDS[kind].format(mine=titles[0]), count) for kind, count in counts.items() if count}
+    return Examples(intro, named, cards)
 
 
-def _same_images(one: Run, other: Run) -> bool:
-    targets = [run.gallery.predictions.targets for run in (one, other) if run.gallery]
-    known = [run.record.checksums.get("test") for run in (one, other) if run.record]
-    return np.array_equal(*targets) and len(set(known)) == 1
+def _same_images(*pairs: tuple[Run, Gallery]) -> bool:
+    one, other = (gallery.predictions.targets for _, gallery in pairs)
+    known = {run.record.checksums.get("test") for run, _ in pairs if run.record}
+    return np.array_equal(one, other) and len(known) == 1
 
 
-def _kinds(predictions: Sequence[Predictions]) -> dict[str, NDArray[np.bool_]]:
-    """Which test images are of which kind."""
-    mine, *others = (found.wrong for found in predictions)
-    if not others:
-        return {"wrong": mine}
-    return {"fixed": others[0] & ~mine, "broken": mine & ~others[0], "both": mine & others[0]}
+def _cards(shown: Sequence[tuple[Run, Gallery]], kinds: Mapping[str, NDArray[np.bool_]]) -> list[Card]:
+    found: dict[str, dict[int, Card]] = {kind: {} for kind in (*kinds, "disputed")}
+    for _, gallery in shown:
+        for item in gallery.items:
+            i = item.index
+            kind = next((kind for kind, where in kinds.items() if where[i]), "disputed")
+            if i not in found[kind] and len(found[kind]) < MOST:
+                votes = {run.title: _votes(its.predictions, i, its.classes) for run, its in shown}
+                label = gallery.classes[gallery.predictions.targets[i]]
+                name = f"test image {i}, label {label}"
+                found[kind][i] = Card(gallery.embed(item.image), label, kind, votes, name)
+    return [card for cards in found.values() for card in cards.values()]
 
 
-def _cards(
-    runs: Sequence[Run], predictions: Sequence[Predictions], kinds: dict[str, NDArray[np.bool_]]
-) -> list[Card]:
-    found: dict[str, list[Card]] = {kind: [] for kind in (*kinds, "disputed")}
-    seen: set[int] = set()
-    for run in runs:
-        assert run.gallery is not None
-        for item in run.gallery.items:
-            kind = next((kind for kind, where in kinds.items() if where[item.index]), "disputed")
-            if item.index in seen or len(found[kind]) >= MOST:
-                continue
-            seen.add(item.index)
-            names = run.gallery.classes
-            votes = [
-                (other.title, _votes(p, item.index, names)) for other, p in zip(runs, predictions, strict=True)
-            ]
-            label = names[predictions[0].targets[item.index]]
-            found[kind].append(Card(item.index, run.gallery.embed(item.image), label, kind, votes))
-    return [card for cards in found.values() for card in cards]
-
-
-def _votes(found: Predictions, index: int, names: Sequence[str]) -> list[Vote]:
-    """The averaged prediction, then each member's."""
-    chosen = int(found.entropy[1:, index].argmin()) + 1
-    rows = len(found.classes)
-    return [
-        Vote(
-            f"member {row - 1}" if row else "average",
-            names[found.classes[row, index]],
-            round(100 * float(found.confidence[row, index])),
-            bool(found.classes[row, index] == found.targets[index]),
-            row == chosen and rows > 2,
-        )
-        for row in range(rows)
-        if row == 0 or rows > 2
+def _votes(found: Predictions, i: int, names: Sequence[str]) -> list[Vote]:
+    """The averaged prediction, then each member's if there are several."""
+    labels, percent, chosen = found.classes[:, i], 100 * found.confidence[:, i], found.entropy[1:, i].argmin()
+    votes = [
+        Vote(names[label], round(float(percent[row])), bool(label == found.targets[i]), row == chosen + 1)
+        for row, label in enumerate(labels)
     ]
+    return votes if len(votes) > 2 else votes[:1]
 
 
 class Shot(NamedTuple):
@@ -141,28 +113,23 @@ class Shot(NamedTuple):
     group: str
     image: str
     truth: str
-    masks: Sequence[tuple[str, Sequence[tuple[str, float, bool, bool]]]]  # source, error, best, chosen
+    masks: dict[str, Sequence[tuple[str, float, bool, bool]]]  # image, error, best, chosen
 
 
 def scenes(runs: Sequence[Run]) -> list[Shot]:
-    """Image, ground truth and members, for each image in a gallery of a segmentation."""
-    items: dict[int, list[tuple[Run, Scene]]] = {}
-    for run in runs:
-        for item in run.gallery.items if run.gallery else ():
-            if isinstance(item, Scene):
-                items.setdefault(item.index, []).append((run, item))
-    found = []
-    for index, several in items.items():
-        (first, item), masks = several[0], []
-        assert first.gallery is not None
-        for run, scene in several:
-            assert run.gallery is not None
-            best = min(mask.error for mask in scene.members)
-            rows = [
-                (run.gallery.embed(mask.mask), mask.error, mask.error == best, m == scene.chosen)
-                for m, mask in enumerate(scene.members)
-            ]
-            masks.append((run.title, rows))
-        pictures = first.gallery.embed(item.image), first.gallery.embed(item.truth)
-        found.append(Shot(f"test image {index}", item.group or "", *pictures, masks))
-    return found
+    """Image, ground truth and members, for the images in the first run's gallery of a segmentation."""
+    found: dict[int, Shot] = {}
+    shown = [(run, run.gallery) for run in runs if run.gallery and run.gallery.dense]
+    for run, gallery in shown:
+        for item in gallery.items:
+            assert isinstance(item, Scene)
+            if gallery is shown[0][1]:
+                pictures = gallery.embed(item.image), gallery.embed(item.truth)
+                found[item.index] = Shot(f"test image {item.index}", item.group or "", *pictures, {})
+            if item.index in found:
+                best = min(mask.error for mask in item.members)
+                found[item.index].masks[run.title] = [
+                    (gallery.embed(mask.mask), mask.error, mask.error == best, m == item.chosen)
+                    for m, mask in enumerate(item.members)
+                ]
+    return list(found.values())

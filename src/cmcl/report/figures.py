@@ -152,7 +152,7 @@ def _steps(name: str, histogram: Sequence[float], largest: float) -> list[Point]
 
 def _histograms(points: list[Point], legend: Sequence[Series], largest: float) -> Any:
     steps = _chart(points).encode(
-        x=alt.X("from:Q", title="entropy, nats").scale(domain=[0, largest]).axis(grid=False),
+        x=alt.X("from:Q", title="entropy, nats").scale(domain=[0, largest]).axis(grid=False, tickCount=5),
         y=_percent("percent", "predictions, %", points).stack(None),
         color=_colour("group", legend),
     )
@@ -167,7 +167,8 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
         points = [
             {"run": run.title, "label": run.label, "images": n, "confidence": c, "accuracy": a}
             for run in runs
-            if (bins := run.measured.calibration.get(key))
+            for bins in [dict[str, Any](run.measured.calibration).get(key)]
+            if bins
             for n, c, a in zip(bins["count"], bins["confidence"], bins["accuracy"], strict=True)
             if n and c is not None and a is not None
         ]
@@ -196,7 +197,9 @@ def _calibrated(points: list[Point], legend: Sequence[Series]) -> Any:
     x = alt.X("confidence:Q", title="confidence, %", scale=alt.Scale(domain=[0, 100]))
     y = alt.Y("accuracy:Q", title="accuracy, %", scale=alt.Scale(domain=[0, 100]))
     size = alt.Size("images:Q", legend=None, scale=alt.Scale(range=[15, 160]))
-    circles = _chart(points).mark_circle(opacity=0.9).encode(x=x, y=y, color=_colour("run", legend), size=size)
+    circles = (
+        _chart(points).mark_circle(opacity=0.9).encode(x=x, y=y, color=_colour("run", legend), size=size)
+    )
     line = diagonal.mark_line(color="@edge", strokeWidth=1, aria=False)
     return line + _curves(points, legend, x=x).encode(y=y) + circles
 

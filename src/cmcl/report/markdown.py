@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from ..reproduction.cells import Records
 from ..reproduction.claims import judge
 from .load import Inputs
-from .summary import coverage, paper_summary, pairs, result_tables
+from .summary import coverage, pairs, paper_summary, result_tables
 from .tables import MARKS, WORSE, Column, Table, Value, headline_table, paper_table
 
 EXCLUDED = "Excluded runs, evaluated on part of the test set only (as `cmcl tune` does): {}."
@@ -22,7 +22,7 @@ def render(inputs: Inputs) -> str:
         parts += ["## Claims", claims(found)]
     if measured := [run for run in inputs.runs if run.record]:
         parts += ["## Runs", *(escaped(str(pair)) for pair in pairs(measured))]
-        for table in result_tables(measured):
+        for table in result_tables("summary", measured):
             parts += [f"{escaped(table.caption)}.", markdown(table), below(table)]
     if inputs.excluded:
         parts.append(EXCLUDED.format(inputs.excluded))
@@ -62,7 +62,9 @@ def escaped(text: str) -> str:
 def _marked(value: Value) -> str:
     text = escaped(value.text)
     return " ".join(
-        filter(None, (f"**{text}**" if value.best else text, MARKS.get(value.mark or ""), WORSE * value.worse))
+        filter(
+            None, (f"**{text}**" if value.best else text, MARKS.get(value.mark or ""), WORSE * value.worse)
+        )
     )
 
 

@@ -32,8 +32,8 @@ TEMPLATES = Path(__file__).parent / "template"
 PAPER = "https://arxiv.org/abs/1706.03475"
 FIGURE3 = {cell.recipe.data for cell in CELLS if cell.where[0] == "fig3"}  # datasets with images in figure 3
 SCENES = (
-    "Image, ground truth and each member's prediction with its percentage of wrong pixels, for the images on "
-    "which the members differ most. A frame marks the most confident member."
+    "Image, ground truth and each member's prediction with its percentage of wrong pixels: images from all "
+    "over the test set, then those on which the members differ most. A frame marks the most confident member."
 )
 
 
@@ -123,7 +123,7 @@ def _paper_sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> Iterator[Sec
         title = f"Calibration on {dataset_title(runs[0].data)}"
         yield Section("calibration", title, figures=_calibration("paper", runs))
     if inputs.measured:
-        tables = result_tables(inputs.measured)
+        tables = result_tables("all", inputs.measured)
         yield Section("runs", "All runs", "All records behind this report.", tables)
 
 
@@ -161,7 +161,9 @@ def _run_sections(key: str, title: str, runs: Sequence[Run]) -> Iterator[Section
     measured, trained = ([run for run in runs if run.record], [run for run in runs if len(run.rows) > 1])
     firsts = _first_seeds(measured)
     if measured:
-        yield Section(f"results-{key}", f"Results on {title}", tables=result_tables(measured))
+        yield Section(
+            f"results-{key}", f"Results on {title}", tables=result_tables(f"summary-{key}", measured)
+        )
     pictured = sorted(_first_seeds(runs), key=lambda run: run.method != "cmcl")
     if cards := compared(pictured):
         yield Section(f"pictures-{key}", f"Predictions on {title}", cards.intro, examples=cards)
@@ -198,8 +200,9 @@ def _by_recipe(runs: Sequence[Run]) -> dict[str, list[Record]]:
 def command(records: Sequence[Record]) -> str:
     """What trains these seeds of a recipe again: a command, or Python for networks and data of one's own."""
     first, seeds = records[0], sorted(record.seed for record in records)
-    span = seeds == list(range(seeds[0], seeds[0] + len(seeds))) and len(seeds) > 1
-    words = [["--seed", str(seeds[0]), "--seeds", str(len(seeds))]] if span else [["--seed", str(s)] for s in seeds]
+    words = [["--seed", str(seed)] for seed in seeds]
+    if len(seeds) > 1 and seeds == list(range(seeds[0], seeds[-1] + 1)):
+        words = [[*words[0], "--seeds", str(len(seeds))]]
     for name in (first.name, *(first.name.rsplit("-", cut)[0] for cut in range(1, first.name.count("-")))):
         with suppress(ValueError, TypeError):
             base = find(name)
@@ -208,8 +211,8 @@ def command(records: Sequence[Record]) -> str:
             if replace(base, **changes).hash == first.recipe_hash:
                 sets = [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
                 return "\n".join(shlex.join(["cmcl", "train", name, *more, *sets]) for more in words)
-    usual = Recipe().to_json()
-    fields = ", ".join(f"{k}={v!r}" for k, v in first.recipe.items() if usual.get(k) != v)
+    usual = Recipe(steps=1).to_json()
+    fields = ", ".join(f"{k}={v!r}" for k, v in first.recipe.items() if usual.get(k) != v or k == "steps")
     calls = [f"cmcl.fit(ensemble, train, recipe=recipe, seed={seed})" for seed in seeds]
     return "\n".join([f"recipe = cmcl.Recipe({fields})", *calls])
 
@@ -220,7 +223,7 @@ def _docs() -> str:
         for entry in metadata("confident-mcl").get_all("Project-URL") or ():
             label, _, address = entry.partition(", ")
             if label == "Documentation":
-                return address
+                return str(address)
     return ""
 
 

@@ -7,7 +7,7 @@ each method (learning rate, optimizer, batch size) may differ.
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -30,10 +30,10 @@ ERRORS = {
     "member": "Member",
 }
 NOTE = (
-    "Top-1: error of the averaged prediction. Difference: to the independent ensemble (or the single network) "
-    "on the same data; ≈: not significant. Oracle: error of the best member for each example. ECE: expected "
-    "calibration error; scaled: after temperature scaling. Picked: error of the most confident member's "
-    "prediction. Member: mean over the members. Mean ± standard deviation over n seeds; bold: the lowest."
+    "Top-1: error of the averaged prediction. Difference: to IE, or else to the single network, on the same "
+    "data; ≈: not significant. Oracle: error of the best member for each example. ECE: expected calibration "
+    "error; scaled: after temperature scaling. Picked: error of the most confident member's prediction. "
+    "Member: mean over the members. Mean ± standard deviation over n seeds; bold: the lowest."
 )
 
 
@@ -71,18 +71,12 @@ class Pair:
         return [fmean(record.scores[key] for record in side) for side in (self.mine, self.other) if side]
 
     def __str__(self) -> str:
-        """Everything in one sentence."""
-
-        def both(key: str) -> str:
-            return f"{' against '.join(f'{value:.2f}' for value in self.means(key))} %"
-
-        who = f"CMCL and {self.rival} on {self.where} have" if self.other else f"CMCL on {self.where} has"
-        top1 = Comparison.of(self.mine, self.other) if self.other else f"{both('top1')} (n = {len(self.mine)})"
-        scaled = f", {both('scaled_ece')} after temperature scaling" if self.scaled else ""
-        return (
-            f"{who} a top-1 error of {top1}, an oracle error of {both('oracle')} and an ECE of "
-            f"{both('ece')}{scaled}.{self.more}"
-        )
+        """The verdict in a sentence."""
+        parts = [
+            f"{t.title} {t.value}, {', '.join(filter(None, (t.other, t.verdict)))}" for t in self.tiles[:3]
+        ]
+        who = f"CMCL against {self.rival} on {self.where}" if self.other else f"CMCL on {self.where}"
+        return f"{who}. {'. '.join(parts)}.{self.more}"
 
     @property
     def tiles(self) -> list[Tile]:
@@ -110,17 +104,19 @@ class Pair:
         pair = Comparison.of(self.mine, self.other, key)
         difference = f"{signed(pair.mine['mean'] - pair.other['mean'])} points"
         if pair.interval is None:
-            return f"{difference}; no test with one run each", "near"
+            return f"{difference} ({pair.test})", "near"
         low, high = pair.interval
         interval = f"{difference}, 95 % CI {signed(low)} to {signed(high)}"
-        p = pair.test.rpartition(", ")[2]
         if not pair.significant:
-            return f"{interval}; not significant, {p}", "near"
-        return f"{interval}; significant, {p}", "good" if pair.gain > 0 else "bad"
+            return f"{interval}; not significant ({pair.test})", "near"
+        return f"{interval}; significant ({pair.test})", "good" if pair.gain > 0 else "bad"
 
     def _cost(self) -> Tile:
         """Training time; its ratio only on the same device in the same precision."""
-        m, seconds = len(self.mine[0].members), [fmean(r.seconds for r in s) for s in (self.mine, self.other) if s]
+        m, seconds = (
+            len(self.mine[0].members),
+            [fmean(r.seconds for r in s) for s in (self.mine, self.other) if s],
+        )
         value, *other = map(duration, seconds)
         verdict = f"prediction runs {m} networks" if m > 1 else "prediction runs one network"
         if other and len({(r.device, r.precision) for r in (*self.mine, *self.other)}) > 1:
@@ -173,7 +169,9 @@ def paper_pairs(records: Records) -> list[Pair]:
 
 def paper_summary(records: Records) -> list[str]:
     """The comparison of the paper's abstract in sentences."""
-    return list(map(str, paper_pairs(records))) or ["The comparison of the paper's abstract is not measured yet."]
+    return list(map(str, paper_pairs(records))) or [
+        "The comparison of the paper's abstract is not measured yet."
+    ]
 
 
 def coverage(records: Records, verdicts: Sequence[Verdict]) -> str:
@@ -185,13 +183,14 @@ def coverage(records: Records, verdicts: Sequence[Verdict]) -> str:
     return f"{done} of {len(printed)} cells of Tables 1 to 3 are measured. Claims: {claims}."
 
 
-def result_tables(runs: Sequence[Run]) -> list[Table]:
+def result_tables(id: str, runs: Sequence[Run]) -> list[Table]:
     """A table for each dataset, with a row for each recipe: the mean over its seeds."""
-    measured = [run for run in runs if run.record]
-    return [_result_table(number, group) for number, group in enumerate(grouped(measured, lambda r: r.dataset))]
+    datasets = grouped([run for run in runs if run.record], lambda run: run.dataset)
+    found = [_result_table(f"{id}-{number}", group) for number, group in enumerate(datasets)]
+    return [replace(table, note=NOTE if table is found[-1] else "") for table in found]
 
 
-def _result_table(place: int, runs: Sequence[Run]) -> Table:
+def _result_table(id: str, runs: Sequence[Run]) -> Table:
     groups = sorted(repeats(runs), key=lambda group: list(METHODS).index(str(group[0].method)))
     known = [key for key in ERRORS if any(key in run.measured.scores for run in runs)]
     columns = [*names("Method", "Run"), *(Column(ERRORS[key], lower=True) for key in known)]
@@ -207,14 +206,12 @@ def _result_table(place: int, runs: Sequence[Run]) -> Table:
         rows = with_best(rows, column)
     columns = [*columns[:3], Column("difference"), *columns[3:], Column("Seconds"), Column("n")]
     caption = f"Errors on the test set of {dataset_title(runs[0].data)}, %"
-    return Table(
-        f"summary-{place}", caption, columns, rows, NOTE, origin(run.measured for run in runs), keys=2
-    )
+    return Table(id, caption, columns, rows, "", origin(run.measured for run in runs), keys=2)
 
 
 def _difference(group: Sequence[Run], groups: Sequence[Sequence[Run]]) -> Value:
     """The top-1 error less that of the baseline."""
-    if not (other := _baseline(group, [rival for rival in groups if rival is not group])):
+    if not (other := _baseline(group, [rival for rival in groups if rival[0].method != group[0].method])):
         return Value("–")
     pair = Comparison.of([run.measured for run in group], other)
     value = pair.mine["mean"] - pair.other["mean"]

@@ -7,7 +7,7 @@ from typing import Any
 from ..data.registry import DATASETS
 from ..networks import NETWORKS
 from ..reproduction.cells import ABSTRACT, BESIDE, CELLS, TARGETS, Cell, Evidence, Records
-from ..reproduction.record import Record, distinct, spread
+from ..reproduction.record import Record, distinct
 from ..reproduction.significance import LEVEL, Comparison
 from .load import METHODS
 
@@ -96,7 +96,7 @@ def with_best(
     for row, group in zip(rows, rivals, strict=True):
         values = [r[column].sort for r, g in zip(rows, rivals, strict=True) if g == group]
         known = [value for value in values if value is not None]
-        best = len(known) > 1 and row[column].sort == min(known)
+        best = bool(known) and row[column].sort == min(known) < max(known)
         found.append([*row[:column], replace(row[column], best=best), *row[column + 1 :]])
     return found
 

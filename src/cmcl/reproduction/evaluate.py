@@ -70,7 +70,11 @@ def evaluate_run(
     after = {}
     if temperature is not None:
         ece = metrics.percent(scaled.compute()["ece"])
-        after = {"temperature": temperature, "scaled_ece": ece, "scaled_reliability": reliability_bins(scaled)}
+        after = {
+            "temperature": temperature,
+            "scaled_ece": ece,
+            "scaled_reliability": reliability_bins(scaled),
+        }
     return {
         "errors": {"expected": errors, "sampled": sampled},
         "members": metrics.percent(scores.member_errors),

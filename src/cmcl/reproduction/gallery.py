@@ -1,7 +1,7 @@
 """The gallery of a run: what it predicts for every test image, and the images that are worth a look.
 
-gallery.json, predictions.npz (classification) and small PNG files, which the report embeds: the images that the
-ensemble classifies wrongly and those on which its members differ most. M members, N examples, C classes.
+gallery.json, predictions.npz (of a classification) and small PNG files: images with a wrong prediction, and
+those on which the members differ most. M members, N examples, C classes.
 """
 
 import base64
@@ -25,7 +25,8 @@ from ..data.dataset import Dataset, default_ignore_index, not_ignored
 
 PNG = b"\x89PNG\r\n\x1a\n"
 LARGEST = 4 * 2**20  # bytes of an image
-CARDS, WRONG, SCENES = 12, 48, 6  # disputed images, images with a wrong prediction, images of a segmentation
+CARDS, WRONG = 12, 48  # images of a classification: the most disputed, and with a wrong prediction
+SCENES, COMMON = 6, 4  # images of a segmentation: the most disputed, and the same ones for every run
 Index = Annotated[int, Field(ge=0)]
 
 
@@ -49,7 +50,9 @@ class Predictions(NamedTuple):
             with np.load(path, allow_pickle=False) as file:
                 found = cls(*(file[name] for name in cls._fields))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{path}: predictions must be arrays {', '.join(cls._fields)}. {error}") from None
+            raise ValueError(
+                f"{path}: predictions must be arrays {', '.join(cls._fields)}. {error}"
+            ) from None
         shapes = {found.targets.shape[-1:], *(array.shape[1:] for array in found[1:])}
         rows, kinds = {len(array) for array in found[1:]}, "".join(array.dtype.kind for array in found)
         if len(shapes) != 1 or len(rows) != 1 or min(rows) < 2 or found.targets.ndim != 1 or kinds != "uuff":
@@ -154,9 +157,13 @@ class GalleryBuilder:
 
     def __init__(self, test: Dataset, images: Tensor) -> None:
         self.test, self.images, self.dense = test, images, test.targets.ndim > 1
-        # score, index and probabilities (M, C, ...), by group of images of a segmentation
+        # of a segmentation: score, index and probabilities (M, C, ...), by group of images
         self.best: dict[Any, tuple[float, int, Tensor]] = {}
-        self.seen: list[tuple[Tensor, ...]] = []  # of a classifier: the fields of `Predictions`, and the scores
+        self.common = {round(i * (len(images) - 1) / (COMMON - 1)) for i in range(COMMON)}
+        self.compared: list[tuple[int, Tensor]] = []  # index and probabilities of evenly spaced images
+        self.seen: list[
+            tuple[Tensor, ...]
+        ] = []  # of a classifier: the fields of `Predictions`, and the scores
 
     def update(self, probs: Tensor, start: int) -> None:
         """Add predictions (M, n, C, ...) for the images from `start` on."""
@@ -172,6 +179,9 @@ class GalleryBuilder:
             key = self._key(start + i)
             if key not in self.best or self.best[key][0] < scores[i]:
                 self.best[key] = (float(scores[i]), start + i, probs[:, i].clone())
+        self.compared += [
+            (i, probs[:, i - start].clone()) for i in sorted(self.common) if 0 <= i - start < len(targets)
+        ]
         best = sorted(self.best.values(), key=lambda one: (-one[0], one[1]))[:SCENES]
         self.best = {self._key(one[1]): one for one in best}
 
@@ -190,7 +200,8 @@ class GalleryBuilder:
         """Write gallery.json and what it names."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.dense:
-            items: Any = [self._scene(folder, index, probs) for _, index, probs in self.best.values()]
+            shown = dict([*self.compared, *((index, probs) for _, index, probs in self.best.values())])
+            items: Any = [self._scene(folder, index, probs) for index, probs in shown.items()]
         else:
             items = self._cards(folder)
         task: Any = "segmentation" if self.dense else "classification"
@@ -210,7 +221,11 @@ class GalleryBuilder:
 
     def _common(self, folder: Path, index: int) -> dict[str, Any]:
         image = _save(folder / f"{index}.png", self.images[index])
-        return {"index": index, "image": image, "group": self.test.groups[index] if self.test.groups else None}
+        return {
+            "index": index,
+            "image": image,
+            "group": self.test.groups[index] if self.test.groups else None,
+        }
 
     def _scene(self, folder: Path, index: int, probs: Tensor) -> Scene:
         classes, target = probs.shape[1], self.test.targets[index]

@@ -51,7 +51,7 @@ function filter(filters) {
   const kind = filters.querySelector("[aria-pressed=true]").dataset.kind;
   const name = filters.querySelector("select")?.value ?? "";
   for (const card of filters.parentElement.querySelectorAll(".card")) {
-    card.hidden = (kind && card.dataset.kind !== kind) || (name && card.dataset.label !== name);
+    card.hidden = Boolean((kind && card.dataset.kind !== kind) || (name && card.dataset.label !== name));
   }
 }
 
@@ -75,6 +75,7 @@ async function copy(button) {
 }
 
 for (const part of document.querySelectorAll(".filters, .copy")) part.hidden = false;
+document.querySelectorAll(".filters").forEach(filter);
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button");
   if (!button) return;
