@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -269,3 +270,9 @@ def test_a_legend_is_added_for_files():
     assert panel["width"] == figures.WIDTH
     cells = figures.joined(figures.heat_maps("f", "t", [run]))["concat"][0]
     assert "bottom" not in json.dumps(cells)
+
+
+def test_the_documentation_has_the_palette_of_the_page():
+    colours = re.findall(r"#[0-9a-f]{6}", (Path(__file__).parents[1] / "docs" / "style.css").read_text())
+    assert len(colours) > 8
+    assert set(colours) <= {*LIGHT.values(), *DARK.values()}

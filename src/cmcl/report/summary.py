@@ -211,7 +211,8 @@ def _result_table(id: str, runs: Sequence[Run]) -> Table:
 
 def _difference(group: Sequence[Run], groups: Sequence[Sequence[Run]]) -> Value:
     """The top-1 error less that of the baseline."""
-    if not (other := _baseline(group, [rival for rival in groups if rival[0].method != group[0].method])):
+    rivals = [rival for rival in groups if rival[0].method != group[0].method]
+    if not (group[0].measured.complete and (other := _baseline(group, rivals))):
         return Value("–")
     pair = Comparison.of([run.measured for run in group], other)
     value = pair.mine["mean"] - pair.other["mean"]
