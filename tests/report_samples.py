@@ -6,10 +6,12 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from cmcl.data.registry import CHECKSUMS
 from cmcl.reproduction import CELLS, find
+from cmcl.reproduction.gallery import Predictions
 from cmcl.reproduction.record import Record
 
 BINS = 50
@@ -104,31 +106,29 @@ def save_run(folder, record, *, epochs=4, classes=None):
 
 
 def telemetry_row(record, epoch):
-    m, dense = record.recipe["members"], "test" in record.entropy
-    share = 1.0 if record.recipe["method"] == "ie" else record.recipe["overlap"] / m
     row = {"epoch": epoch, "step": 10 * epoch, "seed": record.seed, "loss": 2 / epoch, "lr": 0.1}
-    row |= {
-        "specialist_entropy": 1 / epoch,
-        "nonspecialist_entropy": 2 - 1 / epoch,
-        "specialist_fraction": [share] * m,
-    }
-    row |= {"top1": 50 / epoch, "oracle": 20 / epoch, "member": 60 / epoch}
-    return row if dense else row | {"specialist_fraction_by_class": [[share] * 10 for _ in range(m)]}
+    row |= {"specialist_entropy": 1 / epoch, "nonspecialist_entropy": 2 - 1 / epoch}
+    return row | {"top1": 50 / epoch, "oracle": 20 / epoch, "member": 60 / epoch}
 
 
 def save_gallery(folder, record, classes=None):
+    """Of four test images IE is wrong on 0 and 2, CMCL on 1 and 2."""
     folder.mkdir(parents=True)
     m, dense = record.recipe["members"], "test" in record.entropy
     classes = classes or [f"class {i}" for i in range(2 if dense else 10)]
-    for name in ("1", "1-truth", *(f"1-member{i}" for i in range(m))):
+    for name in ("1-truth", *map(str, range(4)), *(f"1-member{i}" for i in range(m))):
         Image.new("L", (8, 8), 40).save(folder / f"{name}.png")
-    item = {"index": 1, "image": "1.png", "chosen": 0}
     if dense:
         members = [{"mask": f"1-member{i}.png", "error": 2.0 + i, "entropy": 0.1} for i in range(m)]
-        item |= {"truth": "1-truth.png", "members": members}
+        items = [{"index": 1, "image": "1.png", "chosen": 0, "truth": "1-truth.png", "members": members}]
     else:
-        members = [{"prediction": i % 10, "confidence": 0.9, "entropy": 0.3} for i in range(m)]
-        item |= {"target": 1, "members": members, "ensemble": {"prediction": 1, "confidence": 0.5}}
+        items = [{"index": i, "image": f"{i}.png", "target": i} for i in range(4)]
+        wrong = [1, 2] if record.recipe["method"] == "cmcl" else [0, 2]
+        predicted = np.tile(np.arange(4, dtype=np.uint32), (m + 1, 1))
+        predicted[0, wrong] = 9
+        confidence = np.full((m + 1, 4), 0.75, np.float16)
+        found = Predictions(np.arange(4, dtype=np.uint32), predicted, confidence, 1 - confidence)
+        np.savez(folder / "predictions.npz", **found._asdict())
     task = "segmentation" if dense else "classification"
-    content = {"format": 1, "task": task, "classes": classes, "items": [item]}
+    content = {"format": 2, "task": task, "classes": classes, "items": items}
     (folder / "gallery.json").write_text(json.dumps(content))

@@ -23,7 +23,7 @@ from cmcl.reproduction.evaluate import (
     evaluate_run,
     predictions,
 )
-from cmcl.reproduction.gallery import GalleryBuilder, disputed
+from cmcl.reproduction.gallery import Gallery, GalleryBuilder, disputed
 from cmcl.reproduction.recipes import DIGITS
 from cmcl.reproduction.runner import build
 from report_samples import changed
@@ -65,16 +65,30 @@ def test_classification(tmp_path):
     pictures = torch.arange(3 * 3 * 4 * 4).reshape(3, 3, 4, 4).to(torch.uint8)
     test = Dataset(torch.rand(3, 3, 4, 4), torch.tensor([0, 1, 0]), ("cat", "dog"))
     write_gallery(tmp_path / "gallery", logits.softmax(2), test, pictures)
-    content = json.loads((tmp_path / "gallery" / "gallery.json").read_text())
-    assert (content["task"], content["classes"]) == ("classification", ["cat", "dog"])
-    first = content["items"][0]
-    assert (first["index"], first["target"]) == (1, 1)
-    assert [member["prediction"] for member in first["members"]] == [0, 1]
-    sure = torch.tensor([5.0, 0.0]).softmax(0)[0].item()
-    assert first["members"][0]["confidence"] == pytest.approx(sure, abs=1e-4)
-    assert first["chosen"] == 1, "8 nats apart is surer than 5"
+    gallery = Gallery.load(tmp_path / "gallery" / "gallery.json")
+    assert (gallery.task, gallery.classes) == ("classification", ["cat", "dog"])
+    assert [(item.index, item.target) for item in gallery.items] == [(1, 1), (0, 0), (2, 0)]
+    found = gallery.predictions
+    assert found.classes.tolist() == [[0, 1, 0], [0, 0, 0], [0, 1, 0]], "the average, then the members"
+    assert found.wrong.tolist() == [False, False, False]
+    sure = torch.tensor([5.0, 0.0]).softmax(0)
+    assert found.confidence[1, 1] == pytest.approx(sure[0].item(), abs=1e-3)
+    assert found.entropy[1, 1] == pytest.approx(-(sure * sure.log()).sum().item(), abs=1e-3)
+    assert found.entropy[2, 1] < found.entropy[1, 1], "8 nats apart is surer than 5"
     raw = pictures[1].permute(1, 2, 0).reshape(-1, 3).tolist()
-    assert pixels(tmp_path / "gallery" / first["image"]) == raw
+    assert pixels(tmp_path / "gallery" / gallery.items[0].image) == raw
+
+
+def test_images_with_a_wrong_prediction_are_in_the_gallery(tmp_path):
+    """Beside the most disputed: here nothing is disputed, and every fifth is wrong."""
+    logits = torch.zeros(2, 100, 2)
+    logits[:, :, 0] = 5
+    targets = (torch.arange(100) % 5 == 0).long()
+    test = Dataset(torch.rand(100, 1, 2, 2), targets, ("cat", "dog"))
+    write_gallery(tmp_path, logits.softmax(2), test, test.images, batch=30)
+    gallery = Gallery.load(tmp_path / "gallery.json")
+    assert {item.index for item in gallery.items} == {*range(12), *range(0, 100, 5)}
+    assert gallery.predictions.wrong.nonzero()[0].tolist() == list(range(0, 100, 5))
 
 
 def test_segmentation(tmp_path):
@@ -94,13 +108,16 @@ def test_segmentation(tmp_path):
     assert pixels(tmp_path / content["items"][1]["members"][1]["mask"]) == [255] * 4
 
 
-def test_one_scene_of_a_group(tmp_path):
-    logits = torch.zeros(2, 3, 2, 2, 2)
-    logits[0, :, 0], logits[1, :, 1] = 5, 5
-    truth = torch.zeros(3, 2, 2, dtype=torch.uint8)
-    test = Dataset(torch.rand(3, 1, 2, 2), truth, ("background", "foreground"), groups=("a", "a", "b"))
-    write_gallery(tmp_path, logits.softmax(2), test, torch.rand(3, 1, 2, 2))
-    assert [i["index"] for i in json.loads((tmp_path / "gallery.json").read_text())["items"]] == [0, 2]
+def test_scenes_are_evenly_spaced_images_and_one_disputed_image_of_a_group(tmp_path):
+    logits = torch.zeros(2, 31, 2, 2, 2)
+    logits[:, :, 0] = 5
+    logits[1, 3:6] = logits[1, 3:6].flip(1)  # images 3, 4 and 5 are disputed
+    truth = torch.zeros(31, 2, 2, dtype=torch.uint8)
+    groups = ("a",) * 3 + ("b", "b", "c") + ("d",) * 25
+    test = Dataset(torch.rand(31, 1, 2, 2), truth, ("background", "foreground"), groups=groups)
+    write_gallery(tmp_path, logits.softmax(2), test, torch.rand(31, 1, 2, 2))
+    shown = [item.index for item in Gallery.load(tmp_path / "gallery.json").items]
+    assert shown == [0, 10, 20, 30, 3, 5, 6], "the first of groups that nothing is disputed in"
 
 
 def test_the_gallery_does_not_depend_on_the_batch_size(tmp_path):
@@ -109,10 +126,13 @@ def test_the_gallery_does_not_depend_on_the_batch_size(tmp_path):
     test = Dataset(torch.rand(40, 1, 2, 2), torch.zeros(40).long(), tuple("abcd"))
     for batch in (1, 7, 40):
         write_gallery(tmp_path / str(batch), probs, test, test.images, batch)
-    first, *others = ((tmp_path / str(b) / "gallery.json").read_text() for b in (1, 7, 40))
-    assert others == [first, first]
-    shown = [item["index"] for item in json.loads(first)["items"]]
-    assert shown == disputed(probs).argsort(descending=True)[:12].tolist()
+    first, *others = (Gallery.load(tmp_path / str(b) / "gallery.json") for b in (1, 7, 40))
+    for other in others:
+        assert other.model_dump() == first.model_dump()
+        assert all(map(np.array_equal, other.predictions, first.predictions))
+    shown = [item.index for item in first.items]
+    assert shown[:12] == disputed(probs).argsort(descending=True)[:12].tolist()
+    assert set(shown[12:]) <= set(first.predictions.wrong.nonzero()[0])
 
 
 def digits(n=40):
@@ -174,9 +194,14 @@ def test_the_ece_after_temperature_scaling():
     plain = evaluated(ensemble, test)
     ensemble.temperature = 0.25
     found = evaluated(ensemble, test, batch_size=7)
-    scaled = metrics.ece(ensemble.predict(test.images).probs[None], test.targets)
+    probs = ensemble.predict(test.images).probs
+    scaled = metrics.ece(probs[None], test.targets)
     expected = {"temperature": 0.25, "scaled_ece": metrics.percent(scaled)}
+    bins = found["calibration"].pop("scaled_reliability")
     assert found["calibration"] == plain["calibration"] | expected
+    assert sum(bins["count"]) == len(test)
+    means = [n * c for n, c in zip(bins["count"], bins["confidence"], strict=True) if n]
+    assert sum(means) / len(test) == pytest.approx(100 * probs.amax(1).mean().item(), abs=1e-3)
     assert found | {"calibration": None} == plain | {"calibration": None}
     assert expected["scaled_ece"] != plain["calibration"]["ece"]
 

@@ -1,7 +1,9 @@
 """Figures: the numbers that are drawn, colours that can be read, and files that other programs take."""
 
 import json
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from cmcl import report
 from cmcl.report.load import Row, Run
-from cmcl.report.theme import COLOURS, DARK, LIGHT, TURN, config, themed
+from cmcl.report.theme import COLOURS, DARK, LIGHT, TURN, themed
 from cmcl.reproduction.cells import Evidence
 from report_samples import made_record, save_run, telemetry_row, whole_paper
 
@@ -45,7 +47,7 @@ def test_heat_maps_by_hand():
 def test_many_classes_stay_on_the_screen():
     spec = figures.heat_maps("f", "t", [run_of("digits-ie", classes=100)]).panels[0].spec
     assert spec["height"] == figures.TALLEST
-    assert len(spec["layer"]) == 1, "no numbers that nobody can read"
+    assert "text" not in json.dumps(spec["layer"]), "no numbers that nobody can read"
 
 
 ENTROPY = {"bins": 4, "largest": 2.0, "averaged": [3, 1, 0, 0], "averaged_ood": [0, 1, 0, 4]}
@@ -55,8 +57,8 @@ ENTROPY |= {"specialised": [[3, 1, 0, 0]] * 5, "other": [[0, 0, 0, 4]] * 5, "ood
 def test_entropies_by_hand():
     figure = figures.entropies("f", "t", [run_of("digits-cmcl", entropy=ENTROPY)])
     points = values(figure.panels[0])
-    assert {"from": 0.0, "to": 0.5, "group": "own classes", "percent": 75.0} in points
-    assert {"from": 1.5, "to": 2.0, "group": "other classes", "percent": 100.0} in points
+    assert {"from": 0.0, "group": "own classes", "percent": 75.0} in points
+    assert {"from": 1.5, "group": "other classes", "percent": 100.0} in points
     medians = {row[1].text: row[2].text for row in figure.numbers.rows}
     # 2/3 of the first bin; half of the last; half of the first
     assert medians == {"own classes": "17", "other classes": "88", "OOD (SVHN)": "12"}
@@ -69,7 +71,7 @@ def test_the_averaged_prediction_as_the_paper_draws_ie():
     mcl, ie = ({p["group"] for p in values(panel)} for panel in figure.panels)
     assert mcl == {"own classes", "other classes", "OOD (SVHN)"}
     assert ie == {"test images", "OOD (SVHN)"}
-    assert {"from": 1.5, "to": 2.0, "group": "OOD (SVHN)", "percent": 80.0} in values(figure.panels[1])
+    assert {"from": 1.5, "group": "OOD (SVHN)", "percent": 80.0} in values(figure.panels[1])
     assert "averaged" in figure.caption
     assert "averaged" not in figures.entropies("f", "t", runs).caption
     page = pytest.importorskip("cmcl.report.page")
@@ -78,21 +80,23 @@ def test_the_averaged_prediction_as_the_paper_draws_ie():
     assert groups == {"MCL": mcl, "CMCL": mcl, "IE, adversarially trained": ie}
 
 
-def test_reliability_shows_the_ece_before_and_after():
+def test_reliability_before_and_after_temperature_scaling():
     plain = run_of("digits-ie", label="a")
-    calibration = plain.record.calibration | {"temperature": 0.5, "scaled_ece": 1.25}
-    scaled = run_of("digits-cmcl", label="b", calibration=calibration)
-    numbers = figures.reliability("f", "t", [plain, scaled]).numbers
-    assert [column.title for column in numbers.columns] == ["Run", "ECE, %", "Temperature", "Scaled ECE, %"]
-    shown = [[value.text for value in row] for row in numbers.rows]
+    bins = {"count": [7, 0], "confidence": [45.0, None], "accuracy": [47.0, None]}
+    after = {"temperature": 0.5, "scaled_ece": 1.25, "scaled_reliability": bins}
+    scaled = run_of("digits-cmcl", label="b", calibration=plain.record.calibration | after)
+    figure = figures.reliability("f", "t", [plain, scaled])
+    shown = [[value.text for value in row] for row in figure.numbers.rows]
     assert shown == [["a", "2.50", "–", "–"], ["b", "2.50", "0.50", "1.25"]]
-
-
-def test_reliability_leaves_out_empty_bins():
-    figure = figures.reliability("f", "t", [run_of("digits-ie")])
-    points = [p for layer in (1, 2) for p in values(figure.panels[0], layer)]
-    found = {(p["images"], p["confidence"], p["accuracy"]) for p in points}
-    assert found == {(5, 50.0, 40.0), (95, 95.0, 96.0)}
+    assert [panel.title for panel in figure.panels] == ["as trained", "after temperature scaling"]
+    found = [
+        {(p["run"], p["images"], p["confidence"], p["accuracy"]) for p in values(panel, 1)}
+        for panel in figure.panels
+    ]
+    assert found[0] == {(run, *bin) for run in "ab" for bin in ((5, 50.0, 40.0), (95, 95.0, 96.0))}
+    assert found[1] == {("b", 7, 45.0, 47.0)}, "empty bins are left out, and runs that are not scaled"
+    assert "strokeDash" in figure.panels[0].spec["layer"][1]["encoding"], "as the legend says"
+    assert "cmcl calibrate" in figures.reliability("f", "t", [plain]).caption
 
 
 def test_risk_coverage_by_hand():
@@ -120,23 +124,8 @@ def test_what_was_not_recorded_is_not_drawn():
     assert "entropy of non-specialists, nats" not in titles
 
 
-def test_specialists():
-    run = run_of("digits-mcl")
-    run.rows[2].specialist_fraction_by_class[1][:] = [1.0] + [0.0] * 9
-    figure = figures.specialist_fraction("f", "t", run, 1)
-    assert [panel.title for panel in figure.panels] == [f"member {m}" for m in range(5)]
-    assert [p["specialist"] for p in values(figure.panels[1]) if p["epoch"] == 3] == [100] + [0] * 9
-    dense = figures.specialist_fraction("f", "t", run_of("shapes-cmcl", classes=2), 1)
-    assert len(dense.panels) == 1
-    assert [s.name for s in dense.legend] == ["member 0", "member 1", "member 2"]
-
-
 def test_long_runs_are_thinned():
     run = run_of("digits-mcl", epochs=500)
-    points = values(figures.specialist_fraction("f", "t", run, 4).panels[0])
-    epochs = sorted({p["epoch"] for p in points})
-    assert (epochs[0], epochs[-1]) == (1, 500)
-    assert len(points) * 5 * 4 <= figures.MOST_POINTS
     assert len(values(figures.training("f", "t", [run]).panels[0])) == figures.EPOCHS
 
 
@@ -227,7 +216,6 @@ def test_colours_can_be_read(theme):
     for percent in range(101):
         ground = mixed(theme["low"], theme["high"], percent / 100)
         assert contrast(theme["on-high" if percent > TURN else "on-low"], ground) >= 4.4, percent
-    json.dumps(config(theme), allow_nan=False)
     assert themed({"a": ["@ink", "ink", 3, "@nothing"]}, theme) == {"a": [theme["ink"], "ink", 3, "@nothing"]}
 
 
@@ -243,15 +231,20 @@ RUNG = {"length": "2 epochs", "rows": [{"beta": 0.5, "overlap": 1, "held_out": 4
 
 
 def test_charts_use_tokens_for_all_colours():
-    runs = [run_of("digits-ie"), run_of("digits-mcl")]
-    made = [figures.specialist_fraction("f", "t", runs[1], 1)]
-    made += [draw("a", "t", runs) for draw in (figures.heat_maps, figures.entropies, figures.reliability)]
+    runs = [run_of("digits-ie", label="IE <x>"), run_of("digits-mcl")]
+    made = [draw("a", "t", runs) for draw in (figures.heat_maps, figures.entropies, figures.reliability)]
     made += [draw("b", "t", runs) for draw in (figures.risk_coverage, figures.training)]
     made.append(figures.tuning({"recipe": "r", "beta": 0.5, "overlap": 1, "rungs": [RUNG]}))
     for panel in (panel for figure in made for panel in figure.panels):
         assert set(tokens(panel.spec)) <= LIGHT.keys()
         assert "#" not in json.dumps(panel.spec), "no colour of one theme only"
-        assert panel.spec["width"] == "container"
+        svg = figures.inline_svg(panel)
+        assert not re.search(r"(fill|stroke)=.(?!none|transparent|var\(--)", svg), (
+            "they follow the page's theme"
+        )
+        assert 'role="' not in svg
+    assert set(re.findall(r"var\(--([a-z0-9-]+)\)", svg)) <= LIGHT.keys()
+    assert re.search(r"""data-tip="[^"]*accuracy: 95""", figures.inline_svg(made[0].panels[0]))
 
 
 @pytest.mark.slow
@@ -261,14 +254,12 @@ def test_figures_as_files(tmp_path, format, start):
         save_run(tmp_path / "runs" / name, made_record(name))
     folder = report.write([tmp_path / "runs"], tmp_path / "figures", format=format)
     files = sorted(path.name for path in folder.iterdir())
-    expected = ["classes-digits", "curves-digits", "entropies-digits", "reliability-digits", "risk-digits"]
-    assert files == [
-        f"{name}.{format}" for name in [*expected, "specialists-digits-0", "specialists-digits-1"]
-    ]
+    names = ("classes", "curves", "entropies", "reliability", "risk")
+    assert files == [f"{name}-digits.{format}" for name in names]
     assert all(path.read_bytes().startswith(start) for path in folder.iterdir())
     if format == "svg":
         text = (folder / "curves-digits.svg").read_text()
-        assert "digits-cmcl" in text, "the legend"
+        assert ">CMCL<" in text, "the legend"
         assert "@" not in text, "no token is left"
 
 
@@ -277,5 +268,11 @@ def test_a_legend_is_added_for_files():
     panel = figures.joined(figures.risk_coverage("f", "t", [run]))["concat"][0]
     assert panel["encoding"]["color"]["legend"]["orient"] == "bottom"
     assert panel["width"] == figures.WIDTH
-    cells = figures.joined(figures.heat_maps("f", "t", [run]))["concat"][0]["layer"][0]
-    assert cells["encoding"]["color"]["legend"] is None
+    cells = figures.joined(figures.heat_maps("f", "t", [run]))["concat"][0]
+    assert "bottom" not in json.dumps(cells)
+
+
+def test_the_documentation_has_the_palette_of_the_page():
+    colours = re.findall(r"#[0-9a-f]{6}", (Path(__file__).parents[1] / "docs" / "style.css").read_text())
+    assert len(colours) > 8
+    assert set(colours) <= {*LIGHT.values(), *DARK.values()}

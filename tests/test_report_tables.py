@@ -7,7 +7,7 @@ import pytest
 
 from cmcl.report import documents, markdown, tables
 from cmcl.report.load import Run
-from cmcl.report.summary import coverage, paper_summary, repeats, summary
+from cmcl.report.summary import NOTE, coverage, pairs, paper_summary, result_tables
 from cmcl.reproduction import CELLS, claims, significance
 from cmcl.reproduction.claims import judge
 from cmcl.reproduction.record import load_records
@@ -15,6 +15,7 @@ from report_samples import changed, made_record, whole_paper
 
 ROOT = Path(__file__).parents[1]
 IE, CMCL = "cifar10-resnet20-ie", "cifar10-resnet20-cmcl"
+WHERE, SINGLE = ("ResNet-20", "CIFAR-10"), "single network (mean of IE's members)"
 
 
 def row_of(table, *keys):
@@ -34,19 +35,20 @@ def twice(name, **values):
     return [made_record(name, seed, **values) for seed in (0, 1)]
 
 
-def run_table(*records):
-    return tables.run_table(repeats([Run.of(record) for record in records]))
+def results(*records):
+    (table,) = result_tables("t", [Run.of(record) for record in records])
+    return table
 
 
-def summed(*records):
-    return summary([Run.of(record) for record in records])
+def verdict(*records):
+    (pair,) = pairs([Run.of(record) for record in records])
+    return pair
 
 
 def test_every_printed_number_is_in_a_table():
     found = [tables.paper_table(name, []) for name in ("table1", "table2", "table3")]
     assert [len(table.rows) for table in found] == [5, 18, 24]
-    top1 = [[c.title for c in table.columns].index("paper", table.keys + 3) for table in found]
-    shown = [float(row[i].text) for table, i in zip(found, top1, strict=True) for row in table.rows]
+    shown = [float(row[table.keys].text) for table in found for row in table.rows]
     assert sorted(shown) == sorted(cell.paper["top1"] for cell in CELLS if cell.paper)
     for table in found:
         assert all(len(row) == len(table.columns) for row in table.rows)
@@ -57,12 +59,12 @@ def test_every_printed_number_is_in_a_table():
 def test_a_row_by_hand():
     records = [made_record(CMCL, seed, top1=top1, oracle=2.8) for seed, top1 in ((0, 8.0), (1, 9.0))]
     table = table3(*records, made_record(IE, top1=10.24, oracle=3.88))
-    row = row_of(table, "ResNet-20", "CIFAR-10", "CMCL")
-    assert texts(row[3:]) == ["2.79", "2.80 ± 0.00", "+0.01", "8.75", "8.50 ± 0.71", "−0.25", "2"]
-    assert [value.sort for value in row[3:]] == pytest.approx([2.79, 2.8, 0.01, 8.75, 8.5, -0.25, 2])
+    row = row_of(table, "CMCL", *WHERE)
+    assert texts(row[3:]) == ["8.75", "8.50 ± 0.71", "−0.25", "2.79", "2.80 ± 0.00", "+0.01", "2"]
+    assert [value.sort for value in row[3:]] == pytest.approx([8.75, 8.5, -0.25, 2.79, 2.8, 0.01, 2])
     assert (row[4].mark, row[7].mark) == (None, None), "one run of IE alone"
-    assert row[7].link == CMCL
-    single = row_of(table, "ResNet-20", "CIFAR-10", "single network (mean of IE's members)")
+    assert (row[4].link, row[4].best, row[3].best) == (CMCL, True, False)
+    single = row_of(table, SINGLE, *WHERE)
     assert texts(single[3:6]) == ["14.03", "14.24", "+0.21"], "the mean of IE's members"
 
 
@@ -71,20 +73,22 @@ def test_marks_give_the_side_of_ie():
     ie = [made_record(IE, seed, top1=10.0 + seed / 5) for seed in (0, 1)]
     for top1, mark in ((9.0, "same"), (9.8, "near"), (10.2, "near"), (11.2, "other")):
         table = table3(*ie, *(made_record(CMCL, seed, top1=top1 + seed / 5) for seed in (0, 1)))
-        assert row_of(table, "ResNet-20", "CIFAR-10", "CMCL")[7].mark == mark, top1
-        for method in ("IE", "single network (mean of IE's members)"):
-            assert row_of(table, "ResNet-20", "CIFAR-10", method)[7].mark is None, "nothing to compare"
+        assert row_of(table, "CMCL", *WHERE)[4].mark == mark, top1
+        for method in ("IE", SINGLE):
+            assert row_of(table, method, *WHERE)[4].mark is None, "nothing to compare"
     for others in ([], ie[:1]):
         alone = table3(*others, *twice(CMCL, top1=9.0))
-        assert row_of(alone, "ResNet-20", "CIFAR-10", "CMCL")[7].mark is None
+        assert row_of(alone, "CMCL", *WHERE)[4].mark is None
 
 
 def test_worse_than_the_paper_is_marked():
     for top1, worse in ((9.24, False), (9.26, True), (5.0, False)):  # the paper has 8.75
         table = table3(*twice(IE, top1=12.0), *twice(CMCL, top1=top1, oracle=50.0))
-        row = row_of(table, "ResNet-20", "CIFAR-10", "CMCL")
-        assert (row[4].worse, row[7].worse) == (False, worse), "of top-1 only"
-        assert ("▲" in markdown.markdown(table).split("CIFAR-10 | CMCL")[-1].splitlines()[0]) is worse
+        row = row_of(table, "CMCL", *WHERE)
+        assert (row[7].worse, row[4].worse) == (False, worse), "of top-1 only"
+        assert (
+            "▲" in markdown.markdown(table).split("| CMCL | ResNet-20 | CIFAR-10")[-1].splitlines()[0]
+        ) is worse
 
 
 def test_a_legend_explains_the_marks_of_its_table_only():
@@ -96,41 +100,43 @@ def test_a_legend_explains_the_marks_of_its_table_only():
     assert text.endswith("Mean ± standard deviation over n runs with different seeds.")
 
 
-def test_errors_in_percent():
-    record = made_record("digits-ie", top1=3.0, oracle=1.0, picked=2.0)
-    assert record.scores == {"top1": 3.0, "picked": 2.0, "oracle": 1.0, "member": 7.0, "ece": 2.5}
-    assert texts(run_table(record).rows[0])[1:6] == ["3.00", "2.00", "1.00", "7.00", "2.50"]
+def scaled(name, seed, ece):
+    record = made_record(name, seed)
+    return changed(record, calibration=record.calibration | {"temperature": 0.5, "scaled_ece": ece})
+
+
+def test_a_row_for_each_recipe_with_the_mean_of_its_seeds():
+    runs = [made_record("digits-ie", seed, top1=2.0 + 2 * seed, picked=3.0, oracle=1.0) for seed in (0, 1)]
+    table = results(*runs, made_record("digits-cmcl", top1=2.5), made_record("digits-mcl", full_length=False))
+    assert [column.title for column in table.columns][:5] == [
+        "Method",
+        "Run",
+        "Top-1",
+        "difference",
+        "Oracle",
+    ]
+    ie, mcl, cmcl = table.rows
+    assert texts(ie) == [
+        "IE", "digits-ie", "3.00 ± 1.41", "–", "1.00 ± 0.00", "2.50 ± 0.00", "3.00 ± 0.00", "7.00 ± 1.41", "150", "2"
+    ]  # fmt: skip
+    assert texts(mcl)[1] == "digits-mcl (partial)"
+    assert texts(mcl)[3] == "–", "partial runs compare with none"
+    assert (cmcl[2].best, cmcl[3].text, cmcl[3].mark) == (True, "−0.50", "near"), "Student's t"
+    assert (ie[2].best, ie[4].best) == (False, True)
+    assert table.note == NOTE
+    text = markdown.markdown(table)
+    assert text.startswith("| Method | Run | Top-1 ↓ | difference | Oracle ↓ |")
+    assert "| CMCL | digits-cmcl | **2.50** | −0.50 ≈ | 4.00 |" in text
+    many = [changed(made_record("digits-ie", seed), name=f"ie-{seed}") for seed in range(5)]
+    assert texts(results(*many).rows[0])[1] == "ie-0 to ie-4"
 
 
 def test_the_ece_after_temperature_scaling_where_it_is_known():
-    def scaled(name, seed, ece):
-        record = made_record(name, seed)
-        return changed(record, calibration=record.calibration | {"temperature": 0.5, "scaled_ece": ece})
-
-    assert "Scaled ECE" not in markdown.markdown(run_table(*twice("digits-ie")))
+    assert "Scaled ECE" not in markdown.markdown(results(*twice("digits-ie")))
     known = [scaled("digits-ie", seed, 1.0 + 2 * seed) for seed in (0, 1)]
-    table = run_table(*known, scaled("digits-cmcl", 0, 0.5), made_record("digits-cmcl", 1))
+    table = results(*known, scaled("digits-cmcl", 0, 0.5), made_record("digits-mcl"))
     assert [column.title for column in table.columns][5:7] == ["ECE", "Scaled ECE"]
-    assert "after temperature scaling" in table.note
-    assert [row[6].text for row in table.rows] == ["2.00 ± 1.41", "1.00", "3.00", "–", "0.50", "–"]
-    assert summed(*known, scaled("digits-cmcl", 0, 0.5))[0].endswith(
-        " and an ECE of 2.50 against 2.50 %, 0.50 against 2.00 % after temperature scaling."
-    )
-    assert summed(*known, made_record("digits-cmcl"))[0].endswith(" and an ECE of 2.50 against 2.50 %.")
-
-
-def test_seeds_have_their_mean_before_them():
-    runs = [made_record("digits-ie", seed, top1=2.0 + 2 * seed, oracle=1.0) for seed in (0, 1)]
-    partial = [made_record("digits-mcl", seed, full_length=False) for seed in (0, 1)]
-    rows = run_table(*runs, *partial, made_record("digits-cmcl")).rows
-    assert [row[0].text.split(":")[-1] for row in rows].count(" mean") == 1
-    assert {len(row) for row in rows} == {len(run_table(*runs).columns)}
-    assert texts(rows[1])[6:9] == ["IE", "digits", "0"]
-    assert texts(rows[0])[:4] == ["digits-ie: mean", "3.00 ± 1.41", "3.00 ± 1.41", "1.00 ± 0.00"]
-    assert "n = 2" in texts(rows[0])
-    assert rows[3][0].text == "digits-mcl (partial)"
-    many = [changed(made_record("digits-ie", seed), name=f"ie-{seed}") for seed in range(5)]
-    assert texts(run_table(*many).rows[0])[0] == "ie-0 to ie-4: mean"
+    assert [row[6].text for row in table.rows] == ["2.00 ± 1.41", "–", "0.50"]
 
 
 @pytest.mark.parametrize(
@@ -150,8 +156,8 @@ def test_seeds_have_their_mean_before_them():
 )
 def test_runs_that_differ_in_more_than_the_seed_have_no_mean(changes):
     one, other = twice("digits-ie")
-    assert len(run_table(one, other).rows) == 3
-    assert len(run_table(one, changed(other, **changes)).rows) == 2
+    assert len(results(one, other).rows) == 1
+    assert len(results(one, changed(other, **changes)).rows) == 2
 
 
 @pytest.mark.parametrize(
@@ -168,31 +174,45 @@ def test_runs_that_differ_in_more_than_the_seed_have_no_mean(changes):
 )
 def test_names_that_end_with_the_seed_are_repeats(names, alike):
     own = [changed(record, name=name) for record, name in zip(twice("digits-ie"), names, strict=True)]
-    assert len(run_table(*own).rows) == (3 if alike else 2)
+    assert len(results(*own).rows) == (1 if alike else 2)
 
 
-def test_the_summary_compares_cmcl_with_its_baseline():
-    ie, cmcl = (
-        made_record("digits-ie", top1=4.0, oracle=1.0),
-        made_record("digits-cmcl", top1=3.0, oracle=0.5),
-    )
+def test_the_verdict_compares_cmcl_with_its_baseline():
+    ie = made_record("digits-ie", top1=4.0, oracle=1.0, seconds=100.0)
+    cmcl = made_record("digits-cmcl", top1=3.0, oracle=0.5, seconds=150.0)
     single = made_record("digits-single", top1=5.0, oracle=5.0)
-    assert summed(ie, made_record("digits-mcl", top1=70.0), cmcl, single) == [
-        "CMCL and IE on digits have a top-1 error of 3.00 against 4.00 %: 25.0 % lower (n = 1 and 1, z-test over "
-        "10,000 examples, p < 0.001), an oracle error of 0.50 against 1.00 % and an ECE of 2.50 against 2.50 %."
-    ]
-    assert summed(cmcl, single)[0].startswith(
-        "CMCL and single network on digits have a top-1 error of 3.00 ag"
+    top1, oracle, ece, cost = verdict(ie, made_record("digits-mcl", top1=70.0), cmcl, single).tiles
+    assert top1[:3] == ("Top-1 error", "3.00 %", "IE 4.00 %")
+    # pooled 3.5 % of 10,000: the standard error of the difference is 0.2599 points
+    assert top1.verdict == (
+        "−1.00 points, 95 % CI −1.51 to −0.49; significant (n = 1 and 1, z-test over 10,000 examples, p < 0.001)"
     )
-    assert summed(cmcl) == [
-        "CMCL on digits has a top-1 error of 3.00 % (n = 1), an oracle error of 0.50 % and an ECE of 2.50 %."
-    ]
-    assert summed(ie) == []
-    assert summed(changed(cmcl, full_length=False), ie) == [], "complete runs only"
-    stronger = changed(
-        ie, name="tuned", recipe_hash="f" * 16, errors=made_record("digits-ie", top1=3.5).errors
-    )
-    assert "3.00 against 3.50 %" in summed(ie, cmcl, stronger)[0]
+    assert (top1.kind, oracle.kind) == ("good", "good")
+    assert (ece.title, ece.value, ece.other, ece.kind) == ("ECE, as trained", "2.50 %", "IE 2.50 %", "")
+    assert "cmcl calibrate" in ece.verdict
+    assert (cost.value, cost.other) == ("2 min", "IE 2 min")
+    assert cost.verdict == "1.50 times IE; prediction runs 5 networks"
+    assert verdict(changed(ie, device="another"), cmcl).tiles[3].verdict.startswith("on other devices")
+    assert verdict(cmcl, single).rival == "single network"
+    alone = verdict(cmcl)
+    assert (alone.tiles[0].other, alone.tiles[0].verdict) == ("", "n = 1, no baseline to compare with")
+    assert str(alone).startswith("CMCL on digits. Top-1 error 3.00 %")
+    assert pairs([Run.of(ie)]) == pairs([Run.of(changed(cmcl, full_length=False))]) == []
+    errors = made_record("digits-ie", top1=3.5).errors
+    stronger = changed(ie, name="tuned", recipe_hash="f" * 16, errors=errors)
+    assert verdict(ie, cmcl, stronger).tiles[0].other == "IE 3.50 %"
+    worse = verdict(ie, made_record("digits-cmcl", top1=6.0))
+    assert worse.tiles[0].kind == "bad"
+    near = verdict(ie, made_record("digits-cmcl", top1=4.1)).tiles[0]
+    assert (near.kind, "not significant" in near.verdict) == ("near", True)
+    dense = [made_record(f"shapes-{method}", classes=2) for method in ("ie", "cmcl")]
+    assert verdict(*dense).tiles[0].verdict == "0.00 points (n = 1 and 1, no test)"
+
+
+def test_the_verdict_shows_the_ece_before_and_after_temperature_scaling():
+    ece = verdict(scaled("digits-ie", 0, 2.0), scaled("digits-cmcl", 0, 0.5)).tiles[2]
+    assert ece == ("ECE, temperature-scaled", "0.50 %", "IE 2.00 %", "as trained: 2.50 % (IE 2.50 %)", "")
+    assert verdict(scaled("digits-ie", 0, 2.0), made_record("digits-cmcl")).tiles[2].value == "2.50 %"
 
 
 @pytest.mark.parametrize(
@@ -210,15 +230,13 @@ def test_the_summary_compares_cmcl_with_its_baseline():
 def test_only_comparable_runs_are_compared(changes, compared):
     cmcl = changed(made_record("digits-cmcl"), trained_on="600 examples")
     ie = changed(made_record("digits-ie"), **({"trained_on": "600 examples"} | changes))
-    assert ("IE" in summed(cmcl, ie)[0]) is compared
+    assert (verdict(cmcl, ie).rival == "IE") is compared
 
 
 def test_the_summary_of_the_paper():
     assert "not measured yet" in paper_summary([])[0]
     (found,) = paper_summary([made_record(CMCL, top1=9.0), made_record(IE, top1=10.0)])
-    assert found.startswith(
-        "CMCL and IE on CIFAR-10 with five ResNet-20 have a top-1 error of 9.00 against 10.00"
-    )
+    assert found.startswith("CMCL against IE on CIFAR-10 with five ResNet-20. Top-1 error 9.00 %, IE 10.00 %")
     assert "p = 0.016" in found
     assert found.endswith("The paper reports 14.05 % lower.")
     everything = whole_paper(1)
@@ -241,10 +259,10 @@ def test_a_table_names_machines_and_commits():
 
 
 def test_partial_runs_and_negative_zero():
-    row = row_of(table3(made_record(CMCL, full_length=False)), "ResNet-20", "CIFAR-10", "CMCL")
+    row = row_of(table3(made_record(CMCL, full_length=False)), "CMCL", *WHERE)
     assert (row[4].text, row[4].missing) == ("1 partial", True)
-    row = row_of(table3(made_record(CMCL, top1=8.7499, oracle=2.79)), "ResNet-20", "CIFAR-10", "CMCL")
-    assert row[8].text == "0.00"
+    row = row_of(table3(made_record(CMCL, top1=8.7499, oracle=2.79)), "CMCL", *WHERE)
+    assert row[5].text == "0.00"
 
 
 def test_headline():
@@ -256,12 +274,11 @@ def test_headline():
     ]
     text = markdown.headline([made_record(CMCL, top1=8.84), made_record(IE, top1=10.24), svhn, *small])
     lines = text.splitlines()
-    assert lines[0].startswith("| Network | Method | CIFAR-10: paper | CIFAR-10: ours | CIFAR-10: n |")
-    single = "single network (mean of IE's members)"
-    assert lines[2] == f"| ResNet-20 | {single} | 14.03 | 14.24 | 1 | 5.31 | 8.79 ▲ | 1 |"
-    assert lines[5] == "| ResNet-20 | CMCL | 8.75 | 8.84 | 1 | 3.68 | not measured | 0 |"
-    assert "| small CNN | CMCL | 15.65 | 16.04 | 1 | – | – | – |" in lines
-    assert "| small CNN | IE + adversarial training | – | 14.99 | 1 | – | – | – |" in lines
+    assert lines[0].startswith("| Method | Network | CIFAR-10: paper ↓ | CIFAR-10: ours ↓ | CIFAR-10: n |")
+    assert lines[2] == f"| {SINGLE} | ResNet-20 | 14.03 | 14.24 | 1 | 5.31 | 8.79 ▲ | 1 |"
+    assert lines[5] == "| CMCL | ResNet-20 | 8.75 | **8.84** | 1 | 3.68 | not measured | 0 |"
+    assert "| CMCL | small CNN | 15.65 | 16.04 | 1 | – | – | – |" in lines
+    assert "| IE + adversarial training | small CNN | – | **14.99** | 1 | – | – | – |" in lines
     assert tables.headline_table([]).keys == 2
     table3 = markdown.paper_markdown("table3", [])
     assert "ours has one setting" in table3
@@ -280,7 +297,7 @@ def test_documents_are_filled(tmp_path):
     assert "old" in path.read_text(), "checking writes nothing"
     assert documents.refresh(path, records)
     text = path.read_text()
-    assert text.startswith("before\n<!-- cmcl:headline -->\n| Network | Method |")
+    assert text.startswith("before\n<!-- cmcl:headline -->\n| Method | Network |")
     assert text.endswith("<!-- cmcl:end -->\nafter\n")
     assert markdown.headline(records) in text
     assert not documents.refresh(path, records)

@@ -10,6 +10,7 @@ from cmcl.data.transforms import MeanStd
 from cmcl.reproduction import Cell, environment
 from cmcl.reproduction.cells import choose, summarise
 from cmcl.reproduction.evaluate import predictions
+from cmcl.reproduction.gallery import Gallery
 from cmcl.reproduction.recipes import DIGITS, RECIPES
 from cmcl.reproduction.record import Record
 from cmcl.reproduction.runner import build, load_data, run, run_folder
@@ -303,9 +304,9 @@ def test_the_gallery_shows_the_predictions_that_are_evaluated(tmp_path):
     (folder,) = tmp_path.iterdir()
     ensemble, test = cmcl.load(folder / "ensemble"), load_data(recipe).test
     (probs,) = predictions(ensemble, test.images)
-    for item in json.loads((folder / "gallery" / "gallery.json").read_text())["items"]:
-        shown = [member["confidence"] for member in item["members"]]
-        assert shown == pytest.approx(probs[:, item["index"]].amax(1).tolist(), abs=1e-4)
+    shown = Gallery.load(folder / "gallery" / "gallery.json").predictions
+    assert shown.confidence[1:].tolist() == pytest.approx(probs.amax(2).numpy(), abs=1e-3)
+    assert shown.targets.tolist() == test.targets.tolist()
 
 
 def test_every_test_image_is_evaluated_once(tmp_path, monkeypatch):

@@ -39,9 +39,7 @@ def page_file(tmp_path_factory):
         save_run(folder / "runs" / name, made_record(name), classes=[f"{NASTY}{i}" for i in range(10)])
     save_run(folder / "runs" / "shapes", made_record("shapes-cmcl", classes=2))
     save_run(folder / "runs" / "nasty", changed(made_record("digits-cmcl", 7, device=NASTY), name=NASTY))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CMCL_CACHE", str(folder / "cache"))
-        return report.write([results, folder / "runs"], folder / "report.html")
+    return report.write([results, folder / "runs"], folder / "report.html")
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def open_page(browser, page_file):
         )
         page.goto(page_file.as_uri())
         if script:
-            page.wait_for_selector("html[data-drawn]")
+            page.wait_for_selector("html[data-ready]")
         return page
 
     def _leaves(asked):

@@ -1,9 +1,9 @@
 """The figures of page, files and documents: altair in, Vega-Lite out, with the numbers of each as a table.
 
-A figure is a row of small panels, which the page lays out by its width. Colours are tokens of `theme`.
-M members, C classes.
+A figure is a row of small panels. Colours are tokens of `theme`. M members, C classes.
 """
 
+import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,19 @@ import vl_convert
 from ..data.registry import DATASETS
 from ..reproduction.cells import CELLS, Evidence
 from ..reproduction.claims import median_entropy, pooled, specialisation
-from .load import METHODS, Row, Run
+from .load import METHODS, Run
 from .tables import Column, Table, Value, dataset_title, number
-from .theme import COLOURS, DASHES, LIGHT, TURN, config, themed
+from .theme import COLOURS, CONFIG, DASHES, LIGHT, TURN, VARIABLES, themed
 
 Point = dict[str, Any]
 VEGA_LITE = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])  # as vl-convert names it
 TICKS = [0, 1, 2, 5, 10, 20, 50, 100]
 ROW, TALLEST = 24, 720  # pixels: a class of a heat map, and all of them
 WIDTH, COLUMNS = 260, 3  # of the panels in a file
-MOST_POINTS = 24_000  # of all maps of specialists together: about 1 MB
+PAGE_WIDTH = 330  # of a panel in a page, which scales it
 FILES = (".svg", ".png", ".pdf")
 EPOCHS = 120  # points of a curve at most
+ROLES = re.compile(r' (?:role="graphics-[a-z]+"|aria-roledescription="[^"]*"|aria-hidden="true")')
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,14 @@ class Figure:
     panels: Sequence[Panel]
     numbers: Table
     legend: Sequence[Series] = ()
-    narrow: bool = False  # panels that need half the width
     scale: tuple[str, str] | None = None  # what the lightest and the darkest colour mean
 
 
 def heat_maps(id: str, title: str, runs: Sequence[Run], classes: Sequence[str] = ()) -> Figure:
     """Figure 1: each member's accuracy on each class."""
-    rows = [[Value(run.label), number(specialisation(run.measured), 1)] for run in runs]
+    rows = [[Value(run.title), number(specialisation(run.measured), 1)] for run in runs]
     numbers = _numbers(
-        id, "Points between the best and the worst member of a class, mean", ["Run", "Points"], rows
+        id, "Points between the best and the worst member of a class, mean", ["Method", "Points"], rows
     )
     caption = "Accuracy of each member on each class, in percent. Specialists have light and dark cells."
     panels = [_heat_map(run, classes) for run in runs]
@@ -85,15 +85,21 @@ def _heat_map(run: Run, classes: Sequence[str]) -> Panel:
     base = _chart(points).encode(
         x=alt.X("member:O", title="member", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("class:N", title=None, sort=labels, axis=alt.Axis(labelOverlap=True)),
-        tooltip=["class:N", "member:O", alt.Tooltip("accuracy:Q", format=".1f", title="accuracy, %")],
     )
-    shade = alt.Color("accuracy:Q", scale=alt.Scale(domain=[0, 100], interpolate="rgb"), legend=None)
-    cells = base.mark_rect().encode(color=shade)
+    cells = _shaded(base, "accuracy")
     if count * ROW > TALLEST:  # the numbers do not fit into their cells
-        return _panel(run.label, alt.layer(cells), TALLEST)
+        return _panel(run.title, cells, TALLEST)
     ink = alt.condition(f"datum.accuracy > {TURN}", alt.value("@on-high"), alt.value("@on-low"))
-    text = base.mark_text(fontSize=11).encode(text=alt.Text("accuracy:Q", format=".0f"), color=ink)
-    return _panel(run.label, cells + text, count * ROW)
+    text = base.mark_text(fontSize=11, aria=False)
+    text = text.encode(text=alt.Text("accuracy:Q", format=".0f"), color=ink)
+    return _panel(run.title, cells + text, count * ROW)
+
+
+def _shaded(base: Any, field: str, **more: Any) -> Any:
+    """Cells from light to dark, for values from 0 to 100."""
+    scale = alt.Scale(domain=[0, 100], range=[0, 1])
+    dark = base.mark_rect(color="@high").encode(opacity=alt.Opacity(f"{field}:Q", scale=scale, legend=None))
+    return base.mark_rect(color="@low", aria=False).encode(**more) + dark
 
 
 GROUPS = {"specialised": "own classes", "other": "other classes", "test": "test images", "ood": "OOD"}
@@ -111,12 +117,12 @@ def entropies(id: str, title: str, runs: Sequence[Run], *, averaged: Container[s
     for run, found in zip(runs, groups, strict=True):
         largest = run.measured.entropy["largest"]
         points = [point for name, counts in found.items() for point in _steps(name, counts, largest)]
-        panels.append(_panel(run.label, _histograms(points, legend, largest), 190))
+        panels.append(_panel(run.title, _histograms(points, legend, largest), 170))
         rows += [
-            [Value(run.label), Value(name), number(100 * (median_entropy(counts) or 0), 0)]
+            [Value(run.title), Value(name), number(100 * (median_entropy(counts) or 0), 0)]
             for name, counts in found.items()
         ]
-    heads = ["Run", "Images", "Median, %"]
+    heads = ["Method", "Images", "Median, %"]
     numbers = _numbers(id, "Median entropy in percent of the largest", heads, rows, keys=2)
     caption = "Entropy of the predictions of all members: 0 is certain, the largest is uniform."
     if any(run.method in averaged for run in runs):
@@ -138,64 +144,64 @@ def _groups(run: Run, groups: Mapping[str, str]) -> dict[str, list[float]]:
 def _steps(name: str, histogram: Sequence[float], largest: float) -> list[Point]:
     width, unit = largest / len(histogram), 100 / sum(histogram)
     points = [
-        {
-            "from": round(i * width, 3),
-            "to": round((i + 1) * width, 3),
-            "group": name,
-            "percent": round(n * unit, 2),
-        }
+        {"from": round(i * width, 3), "group": name, "percent": round(n * unit, 2)}
         for i, n in enumerate(histogram)
     ]
-    return [*points, points[-1] | {"from": points[-1]["to"]}]  # a step ends where the next would begin
+    return [*points, points[-1] | {"from": round(largest, 3)}]  # a step ends where the next would begin
 
 
 def _histograms(points: list[Point], legend: Sequence[Series], largest: float) -> Any:
-    x = alt.X("from:Q", title="entropy, nats").scale(domain=[0, largest]).axis(grid=False)
     steps = _chart(points).encode(
-        x=x,
+        x=alt.X("from:Q", title="entropy, nats").scale(domain=[0, largest]).axis(grid=False, tickCount=5),
         y=_percent("percent", "predictions, %", points).stack(None),
         color=_colour("group", legend),
-        tooltip=["group:N", "from:Q", "to:Q", "percent:Q"],
     )
     line = steps.mark_line(interpolate="step-after", strokeWidth=2).encode(strokeDash=_dash("group", legend))
     return steps.mark_area(interpolate="step-after", opacity=0.15) + line
 
 
 def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
-    """Accuracy against confidence of the averaged prediction."""
-    points: list[Point] = []
-    for run in runs:
-        bins = run.measured.calibration["reliability"]
-        points += [
-            {"run": run.name, "label": run.label, "images": n, "confidence": c, "accuracy": a}
+    """Accuracy against confidence of the averaged prediction, before and after temperature scaling."""
+    legend, panels = _legend(runs), []
+    for name, key in (("as trained", "reliability"), ("after temperature scaling", "scaled_reliability")):
+        points = [
+            {"run": run.title, "label": run.label, "images": n, "confidence": c, "accuracy": a}
+            for run in runs
+            for bins in [dict[str, Any](run.measured.calibration).get(key)]
+            if bins
             for n, c, a in zip(bins["count"], bins["confidence"], bins["accuracy"], strict=True)
             if n and c is not None and a is not None
         ]
-    legend = _legend(runs)
-    diagonal = _chart([{"x": 0, "y": 0}, {"x": 100, "y": 100}]).encode(x="x:Q", y="y:Q")
-    diagonal = diagonal.mark_line(color="@edge", strokeDash=[3, 3], strokeWidth=1)
-    lines = _chart(points).encode(
-        x=alt.X("confidence:Q", title="confidence, %", scale=alt.Scale(domain=[0, 100])),
-        y=alt.Y("accuracy:Q", title="accuracy, %", scale=alt.Scale(domain=[0, 100])),
-        color=_colour("run", legend),
-        detail="label:N",
-        tooltip=["label:N", "images:Q", _tip("confidence", ".1f"), _tip("accuracy", ".1f")],
-    )
-    size = alt.Size("images:Q", legend=None, scale=alt.Scale(range=[15, 160]))
-    drawn = diagonal + lines.mark_line(strokeWidth=1.5) + lines.mark_circle(opacity=0.9).encode(size=size)
+        if points:
+            panels.append(_panel(name, _calibrated(points, legend), 240))
     columns = {"ece": "ECE, %", "temperature": "Temperature", "scaled_ece": "Scaled ECE, %"}
     rows = []
     for run in runs:
         found: Mapping[str, Any] = run.measured.calibration
-        rows.append([Value(run.label), *(number(found.get(key)) for key in columns)])
+        rows.append([Value(run.title), *(number(found.get(key)) for key in columns)])
     name = "Expected calibration error before and after temperature scaling"
-    numbers = _numbers(id, name, ["Run", *columns.values()], rows)
+    numbers = _numbers(id, name, ["Method", *columns.values()], rows)
     caption = (
         "Confidence of the averaged prediction against its accuracy; the size of a circle is the number of "
-        "images. On the diagonal it is calibrated, above underconfident, below overconfident. Temperature "
-        "scaling fixes both: train with held-out data (validation), or run cmcl calibrate."
+        "images. On the diagonal it is calibrated, above underconfident, below overconfident."
     )
-    return Figure(id, title, caption, [_panel("", drawn, 260)], numbers, legend=legend)
+    if len(panels) < 2:
+        caption += (
+            " Temperature scaling fixes both: train with held-out data (validation), or run cmcl calibrate."
+        )
+    return Figure(id, title, caption, panels, numbers, legend=legend)
+
+
+def _calibrated(points: list[Point], legend: Sequence[Series]) -> Any:
+    diagonal = _chart([{"x": 0, "y": 0}, {"x": 100, "y": 100}]).encode(x="x:Q", y="y:Q")
+    x = alt.X("confidence:Q", title="confidence, %", scale=alt.Scale(domain=[0, 100]))
+    y = alt.Y("accuracy:Q", title="accuracy, %", scale=alt.Scale(domain=[0, 100]))
+    size = alt.Size("images:Q", legend=None, scale=alt.Scale(range=[15, 160]))
+    circles = (
+        _chart(points).mark_circle(opacity=0.9).encode(x=x, y=y, color=_colour("run", legend), size=size)
+    )
+    line = diagonal.mark_line(color="@edge", strokeWidth=1, aria=False)
+    return line + _curves(points, legend, x=x).encode(y=y) + circles
 
 
 def risk_coverage(id: str, title: str, runs: Sequence[Run]) -> Figure:
@@ -205,19 +211,17 @@ def risk_coverage(id: str, title: str, runs: Sequence[Run]) -> Figure:
     for run in runs:
         risks = run.measured.calibration["risk_coverage"]
         points += [
-            {"run": run.name, "label": run.label, "coverage": 100 * i // len(risks), "error": round(risk, 3)}
+            {"run": run.title, "label": run.label, "coverage": 100 * i // len(risks), "error": round(risk, 3)}
             for i, risk in enumerate(risks, start=1)
         ]
         at = [risks[max(0, round(len(risks) * percent / 100) - 1)] for percent in shown]
-        rows.append([Value(run.label), *(number(risk) for risk in at)])
+        rows.append([Value(run.title), *(number(risk) for risk in at)])
     chart = _curves(points, legend, x=alt.X("coverage:Q", title="coverage, %", axis=alt.Axis(tickCount=5)))
-    chart = chart.encode(
-        y=_percent("error", "risk, %", points), tooltip=["label:N", "coverage:Q", _tip("error")]
-    )
-    heads = ["Run", *(f"{percent} % coverage" for percent in shown)]
+    heads = ["Method", *(f"{percent} % coverage" for percent in shown)]
     numbers = _numbers(id, "Error of the most confident predictions, %", heads, rows)
     caption = "Risk: error of the most confident predictions. Coverage: the fraction of images predicted."
-    return Figure(id, title, caption, [_panel("", chart, 260)], numbers, legend=legend)
+    panel = _panel("", chart.encode(y=_percent("error", "risk, %", points)), 240)
+    return Figure(id, title, caption, [panel], numbers, legend=legend)
 
 
 QUANTITIES = {  # of telemetry
@@ -237,7 +241,11 @@ def training(id: str, title: str, runs: Sequence[Run]) -> Figure:
         # in an independent ensemble all members are specialists: the others have no entropy
         points = [point for curve in curves if any(p["value"] for p in curve) for point in curve]
         if len({point["epoch"] for point in points}) > 1:
-            panels.append(_epochs(name, points, legend))
+            x = alt.X("epoch:Q", title="epoch", axis=alt.Axis(tickMinStep=1))
+            y = alt.Y("value:Q", title=None)
+            chart = _curves(points, legend, x=x)
+            y = _percent("value", None, points) if name.endswith("error, %") else y
+            panels.append(_panel(name, chart.encode(y=y), 170))
     rows = []
     for run in runs:
         last, top1 = run.rows[-1], [row.top1 for row in run.rows if row.top1 is not None]
@@ -253,64 +261,9 @@ def training(id: str, title: str, runs: Sequence[Run]) -> Figure:
 def _curve(run: Run, key: str) -> list[Point]:
     rows = [row for row in run.rows if getattr(row, key) is not None]
     return [
-        {"run": run.name, "label": run.label, "epoch": row.epoch, "value": round(getattr(row, key), 4)}
+        {"run": run.title, "label": run.label, "epoch": row.epoch, "value": round(getattr(row, key), 4)}
         for row in thinned(rows, EPOCHS)
     ]
-
-
-def _epochs(name: str, points: list[Point], legend: Sequence[Series]) -> Panel:
-    chart = _curves(points, legend, x=alt.X("epoch:Q", title="epoch", axis=alt.Axis(tickMinStep=1)))
-    y = _percent("value", None, points) if name.endswith("error, %") else alt.Y("value:Q", title=None)
-    tooltip: list[Any] = ["label:N", "epoch:Q", alt.Tooltip("value:Q", title=name)]
-    return _panel(name, chart.encode(y=y, tooltip=tooltip), 190)
-
-
-def specialist_fraction(id: str, title: str, run: Run, runs: int) -> Figure:
-    """The fraction of examples for which each member is a specialist, by epoch and, if known, by class.
-
-    `runs` such figures share MOST_POINTS.
-    """
-    by_class = [row for row in run.rows if row.specialist_fraction_by_class]
-    shapes = {
-        (len(row.specialist_fraction_by_class), len(row.specialist_fraction_by_class[0])) for row in by_class
-    }
-    caption = "Percentage of the examples for which a member is a specialist, epoch by epoch"
-    if len(shapes) == 1 and len(by_class) > 1:
-        m, c = shapes.pop()
-        rows = thinned(by_class, max(6, MOST_POINTS // (runs * m * c)))
-        panels = [_class_map(member, rows, run.classes) for member in range(m)]
-        caption += ", by class"
-    else:
-        points = [
-            {"run": f"member {m}", "label": f"member {m}", "epoch": row.epoch, "value": round(100 * rate, 2)}
-            for row in thinned([row for row in run.rows if row.specialist_fraction], EPOCHS)
-            for m, rate in enumerate(row.specialist_fraction)
-        ]
-        panels = [_epochs("specialist, %", points, series(point["run"] for point in points))]
-    last = run.rows[-1].specialist_fraction
-    cells = [[Value(f"member {i}"), number(100 * rate, 1)] for i, rate in enumerate(last)]
-    numbers = _numbers(id, "Specialist in the last epoch", ["Member", "Examples, %"], cells)
-    scale = ("0 %", "100 %") if len(panels) > 1 else None
-    legend = [] if scale else series(f"member {i}" for i in range(len(last)))
-    return Figure(id, title, f"{caption}.", panels, numbers, legend, narrow=len(panels) > 1, scale=scale)
-
-
-def _class_map(member: int, rows: Sequence[Row], classes: Sequence[str] | None) -> Panel:
-    count = len(rows[0].specialist_fraction_by_class[member])
-    labels = list(classes) if classes and len(classes) == count else list(map(str, range(count)))
-    points = [
-        {"epoch": row.epoch, "class": labels[c], "specialist": round(100 * rate)}
-        for row in rows
-        for c, rate in enumerate(row.specialist_fraction_by_class[member])
-    ]
-    marked = [rows[0].epoch, rows[len(rows) // 2].epoch, rows[-1].epoch]
-    chart = _chart(points).encode(
-        x=alt.X("epoch:O", title="epoch", axis=alt.Axis(values=marked, labelAngle=0)),
-        y=alt.Y("class:N", title=None, sort=labels, axis=alt.Axis(labelOverlap=True)),
-        color=alt.Color("specialist:Q", scale=alt.Scale(domain=[0, 100]), legend=None),
-        tooltip=["epoch:O", "class:N", _tip("specialist", ".0f")],
-    )
-    return _panel(f"member {member}", chart.mark_rect(), max(60, min(15 * count, 400)))
 
 
 FIGURE4 = (
@@ -339,11 +292,8 @@ def against_members(id: str, title: str, evidence: Evidence) -> Figure | None:
         ]
         if len({point["members"] for point in points}) > 1:
             x = alt.X("members:O", title="members", axis=alt.Axis(labelAngle=0))
-            chart = _curves(points, METHOD_SERIES, x=x, point=True)
             y = alt.Y("error:Q", title=None, scale=alt.Scale(zero=False))
-            panels.append(
-                _panel(name, chart.encode(y=y, tooltip=["run:N", "members:O", "error:Q", "n:Q"]), 220)
-            )
+            panels.append(_panel(name, _curves(points, METHOD_SERIES, x=x, point=True).encode(y=y), 200))
         rows += [
             [Value(name), Value(p["run"]), number(p["members"], 0), number(p["error"]), number(p["n"], 0)]
             for p in points
@@ -369,13 +319,14 @@ def tuning(result: Mapping[str, Any]) -> Figure:
             x=alt.X("beta:O", title="beta", scale=alt.Scale(domain=betas), axis=alt.Axis(labelAngle=0)),
             y=alt.Y("overlap:O", title="K", sort="descending"),
         )
-        shade = alt.Color("shade:Q", scale=alt.Scale(domain=[0, 100], interpolate="rgb"), legend=None)
-        frame = alt.condition("datum.kept", alt.value("@c3"), alt.value("@panel"))
-        cells = base.mark_rect(strokeWidth=2.5).encode(color=shade, stroke=frame)
+        frame = base.mark_rect(strokeWidth=2.5, filled=False).encode(
+            stroke=alt.condition("datum.kept", alt.value("@c3"), alt.value("@panel"))
+        )
         text = base.mark_text(fontSize=11).encode(
             text=alt.Text("held_out:Q", format=".1f"), color=alt.value("@on-low")
         )
-        panels.append(_panel(rung["length"], cells + text, 40 * len({row["overlap"] for row in points})))
+        cells = _shaded(base, "shade") + frame + text
+        panels.append(_panel(rung["length"], cells, 40 * len({row["overlap"] for row in points})))
         keys = ("beta", "overlap", "held_out")
         rows += [[Value(rung["length"]), *(number(row[key]) for key in keys)] for row in points]
     heads = ["Round", "Beta", "K", "Held-out error, %"]
@@ -432,12 +383,19 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
+def inline_svg(panel: Panel) -> str:
+    """A panel for a page, whose theme it follows; `data-tip` describes each mark."""
+    fit = {"width": PAGE_WIDTH, "autosize": {"type": "fit-x", "contains": "padding"}, "config": CONFIG}
+    text = vl_convert.vegalite_to_svg(themed(panel.spec | fit, VARIABLES), vl_version=VEGA_LITE)
+    return ROLES.sub("", text).replace(" aria-label=", " data-tip=")
+
+
 def joined(figure: Figure) -> dict[str, Any]:
     """All panels in one chart in the light theme, with the legend under the first."""
     panels = [{**panel.spec, "width": WIDTH, "title": panel.title} for panel in figure.panels]
     if figure.legend:
         panels[0] = _with_legend(panels[0])
-    style = config(LIGHT) | {"background": "white"}
+    style = CONFIG | {"background": "white"}
     resolve = {"scale": {"color": "independent", "strokeDash": "independent"}}
     whole = {"concat": panels, "columns": COLUMNS, "config": style, "resolve": resolve}
     found: dict[str, Any] = themed(whole, LIGHT)
@@ -456,7 +414,7 @@ def _with_legend(value: Any) -> Any:
 
 
 def _legend(runs: Sequence[Run]) -> list[Series]:
-    return series([run.name for run in runs], {run.name: run.method for run in runs})
+    return series([run.title for run in runs], {run.title: run.method for run in runs})
 
 
 def _chart(points: Sequence[Point]) -> Any:
@@ -479,10 +437,6 @@ def _dash(field: str, legend: Sequence[Series]) -> Any:
     return alt.StrokeDash(f"{field}:N", scale=scale, legend=None)
 
 
-def _tip(field: str, format: str = ".2f") -> Any:
-    return alt.Tooltip(f"{field}:Q", format=format, title=f"{field}, %")
-
-
 def _percent(field: str, title: str | None, points: Sequence[Point]) -> Any:
     """A vertical axis that widens small percentages: errors of methods differ by a factor of a hundred."""
     highest = max((point[field] for point in points), default=0)
@@ -492,6 +446,6 @@ def _percent(field: str, title: str | None, points: Sequence[Point]) -> Any:
 
 
 def _panel(title: str, chart: Any, height: float) -> Panel:
-    """A chart as wide as its container, without altair's own configuration."""
-    spec = chart.properties(width="container", height=height).to_dict()
+    """A chart without altair's own configuration."""
+    spec = chart.properties(height=height).to_dict()
     return Panel(title, {key: value for key, value in spec.items() if key not in ("config", "$schema")})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -36,10 +36,6 @@ class Row(Schema):
     oracle: float | None = None
     specialist_entropy: float | None = None
     nonspecialist_entropy: float | None = None
-    specialist_fraction: list[float] = Field(default_factory=list)
-    specialist_fraction_by_class: list[Annotated[list[float], Field(min_length=1)]] = Field(
-        default_factory=list
-    )
     dead_members: list[int] = Field(default_factory=list)
 
 
@@ -54,13 +50,14 @@ class Run:
     gallery: Gallery | None = None
     data: str | None = None  # name of the dataset; None: the user's own
     parent: str = ""  # name of the folder that holds the run folder
-    label: str = ""
+    label: str = ""  # its own
+    title: str = ""  # its method, as far as that tells its recipe from the others
 
     @classmethod
     def of(cls, record: Record, label: str = "") -> "Run":
         """The run of a record; with a label, known by that."""
         name = label or record.name
-        return cls(name, record.seed, record, data=record.recipe["data"], label=name)
+        return cls(name, record.seed, record, data=record.recipe["data"], label=name, title=name)
 
     @property
     def measured(self) -> Record:
@@ -74,9 +71,9 @@ class Run:
         return None if self.record is None else method_of(self.record)
 
     @property
-    def classes(self) -> list[str] | None:
-        """The names of the classes, if known."""
-        return None if self.gallery is None else self.gallery.classes
+    def dataset(self) -> tuple[str | None, str | None]:
+        """A dataset by name, the user's own by the checksum of its test set."""
+        return self.data, self.record.checksums.get("test") if self.record and self.data is None else None
 
 
 @dataclass
@@ -211,6 +208,10 @@ def _label(runs: Sequence[Run]) -> None:
     for group in grouped(runs, lambda run: run.label):
         for number, run in enumerate(group if len(group) > 1 else [], start=1):
             run.label += f" ({number})"
+    for group in grouped(runs, lambda run: (run.dataset, run.method)):
+        method, alone = group[0].method, len({run.name for run in group}) == 1
+        for run in group:
+            run.title = METHODS[method] + ("" if alone else f" ({run.name})") if method else run.name
 
 
 def grouped(runs: Iterable[Run], key: Callable[[Run], Any]) -> list[list[Run]]:

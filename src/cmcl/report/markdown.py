@@ -1,12 +1,12 @@
 """The report as Markdown: the tables, one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from ..reproduction.cells import Records
 from ..reproduction.claims import judge
 from .load import Inputs
-from .summary import coverage, paper_summary, repeats, summary
-from .tables import MARKS, WORSE, Table, Value, headline_table, paper_table, run_table
+from .summary import coverage, pairs, paper_summary, result_tables
+from .tables import MARKS, WORSE, Column, Table, Value, headline_table, paper_table
 
 EXCLUDED = "Excluded runs, evaluated on part of the test set only (as `cmcl tune` does): {}."
 
@@ -21,8 +21,9 @@ def render(inputs: Inputs) -> str:
             parts += [f"## Table {number}", paper_markdown(f"table{number}", found)]
         parts += ["## Claims", claims(found)]
     if measured := [run for run in inputs.runs if run.record]:
-        table = run_table(repeats(measured))
-        parts += ["## Runs", *map(escaped, summary(measured)), markdown(table), below(table)]
+        parts += ["## Runs", *(escaped(str(pair)) for pair in pairs(measured))]
+        for table in result_tables("summary", measured):
+            parts += [f"{escaped(table.caption)}.", markdown(table), below(table)]
     if inputs.excluded:
         parts.append(EXCLUDED.format(inputs.excluded))
     if not parts:
@@ -37,14 +38,18 @@ def render(inputs: Inputs) -> str:
 
 def markdown(table: Table) -> str:
     """A table in Markdown."""
-    heads = [f"{column.group.removesuffix(', %')}: {column.title}".lstrip(": ") for column in table.columns]
     aligned = ["--:" if column.numeric else "---" for column in table.columns]
-    lines = [_line(heads), f"|{'|'.join(aligned)}|"]
-    return "\n".join(lines + [_line([_marked(value) for value in row]) for row in table.rows])
+    lines = [_line(map(_head, table.columns)), f"|{'|'.join(aligned)}|"]
+    return "\n".join(lines + [_line(map(_marked, row)) for row in table.rows])
 
 
-def _line(texts: Sequence[str]) -> str:
-    return "| " + " | ".join(escaped(text) for text in texts) + " |"
+def _head(column: Column) -> str:
+    group = f"{column.group.removesuffix(', %')}: " if column.group else ""
+    return escaped(group + column.title + " ↓" * column.lower)
+
+
+def _line(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |"
 
 
 def escaped(text: str) -> str:
@@ -55,7 +60,12 @@ def escaped(text: str) -> str:
 
 
 def _marked(value: Value) -> str:
-    return " ".join(filter(None, (value.text, MARKS.get(value.mark or ""), WORSE * value.worse)))
+    text = escaped(value.text)
+    return " ".join(
+        filter(
+            None, (f"**{text}**" if value.best else text, MARKS.get(value.mark or ""), WORSE * value.worse)
+        )
+    )
 
 
 def headline(records: Records) -> str:
@@ -79,6 +89,7 @@ def claims(records: Records) -> str:
     """Every claim with its status, and below it the parts that are measured."""
     lines = ["| where | claim | status | measured |", "|---|---|---|---|"]
     for verdict in judge(records):
-        lines.append(f"| **{verdict.where}** {_line([verdict.claim, verdict.status, ''])}")
-        lines += [_line(["", part.text, part.status, part.found]) for part in verdict.parts if part.found]
+        lines.append(f"| **{verdict.where}** {_line([escaped(verdict.claim), verdict.status, ''])}")
+        parts = [[part.text, part.status, part.found] for part in verdict.parts if part.found]
+        lines += [_line(["", *map(escaped, part)]) for part in parts]
     return "\n".join(lines)

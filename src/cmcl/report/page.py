@@ -2,40 +2,38 @@
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import vl_convert
 
 from .. import __version__
-from .._files import replacing
-from ..data.registry import cache_root
 from ..reproduction.cells import ABSTRACT, CELLS, TARGETS, Evidence
 from ..reproduction.claims import Verdict, judge
+from ..reproduction.recipes import find
 from ..reproduction.record import Record
+from ..training.config import Recipe
 from . import figures
-from .figures import VEGA_LITE, Figure
-from .load import METHODS, Inputs, Run, method_of
+from .examples import Examples, Shot, compared, scenes
+from .figures import Figure
+from .load import METHODS, Inputs, Run, grouped, method_of
 from .markdown import EXCLUDED
-from .summary import coverage, paper_summary, repeats, summary
-from .tables import Table, dataset_title, headline_table, paper_table, run_table
-from .theme import DARK, LIGHT, config
+from .summary import coverage, pairs, paper_pairs, result_tables
+from .tables import Table, dataset_title, headline_table, paper_table
+from .theme import DARK, FONT, LIGHT, variables
 
 TEMPLATES = Path(__file__).parent / "template"
+PAPER = "https://arxiv.org/abs/1706.03475"
 FIGURE3 = {cell.recipe.data for cell in CELLS if cell.where[0] == "fig3"}  # datasets with images in figure 3
-CARDS = (
-    "The test images on which members disagree most confidently. An arrow marks the most confident member; "
-    "all is the averaged prediction."
-)
 SCENES = (
-    "Image, ground truth and each member's prediction with its percentage of wrong pixels, for the images on "
-    "which the members differ most. Chosen is the most confident member."
+    "Image, ground truth and each member's prediction with its percentage of wrong pixels: images from all "
+    "over the test set, then those on which the members differ most. A frame marks the most confident member."
 )
 
 
@@ -49,7 +47,8 @@ class Section:
     tables: Sequence[Table] = ()
     figures: list[Figure] = field(default_factory=list)
     verdicts: Sequence[Verdict] = ()
-    galleries: list[Run] = field(default_factory=list)
+    examples: Examples | None = None
+    scenes: Sequence[Shot] = ()
     missing: list[str] = field(default_factory=list)  # what should be here, and why it is not
 
 
@@ -57,31 +56,24 @@ def render(inputs: Inputs) -> str:
     """The page."""
     verdicts = judge(inputs.evidence) if inputs.paper else []
     own = [run for run in inputs.runs if run.record]
-    parts, sentences = sections(inputs, verdicts), summary(own)
-    if inputs.paper:
-        sentences = [*paper_summary(inputs.evidence), coverage(inputs.evidence, verdicts), *sentences]
-    specs = {f"{f.id}-{i}": p.spec for part in parts for f in part.figures for i, p in enumerate(f.panels)}
-    themes = {name: {**theme, "config": config(theme)} for name, theme in (("light", LIGHT), ("dark", DARK))}
     page = _environment().get_template("page.html")
     return page.render(
         title=f"Confident multiple choice learning: {'reproduction' if inputs.paper else 'runs'}",
         version=__version__,
-        sentences=sentences,
-        headline=headline_table(inputs.evidence)
-        if inputs.paper
-        else run_table(repeats(own))
-        if own
-        else None,
+        paper=PAPER,
+        docs=_docs(),
+        font=FONT,
+        pairs=[*(paper_pairs(inputs.evidence) if inputs.paper else []), *pairs(own)],
+        coverage=coverage(inputs.evidence, verdicts) if inputs.paper else "",
         skipped=inputs.skipped,
         unfinished=[run.label for run in inputs.runs if run.record is None],
         excluded=EXCLUDED.format(inputs.excluded) if inputs.excluded else "",
-        sections=parts,
+        sections=sections(inputs, verdicts),
         records=_by_recipe(inputs.measured),
-        specs=specs,
-        themes=themes,
+        light=variables(LIGHT),
+        dark=variables(DARK),
         css=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "page.js").read_text(encoding="utf-8"),
-        vega=_vega() if specs else "",
     )
 
 
@@ -99,55 +91,47 @@ def save_figures(inputs: Inputs, folder: Path, format: str) -> None:
 
 
 def sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> list[Section]:
-    """Everything below the first screen but the records; sections without content are left out."""
+    """Everything below the verdict but the records; sections without content are left out."""
     found = list(_paper_sections(inputs, verdicts)) if inputs.paper else []
-    datasets = dict.fromkeys(_dataset(run) for run in inputs.runs)
-    for number, data in enumerate(datasets):
-        runs = [run for run in inputs.runs if _dataset(run) == data]
-        own = sum(name is None for name, _ in datasets) > 1 and data[0] is None
-        suffix = f" {number + 1}" if own else ""
-        title = dataset_title(data[0]) + suffix
-        found += _run_sections((data[0] or "own") + suffix.replace(" ", "-"), title, runs, inputs)
+    datasets = grouped(inputs.runs, lambda run: run.dataset)
+    own = sum(runs[0].data is None for runs in datasets)
+    for number, runs in enumerate(datasets, start=1):
+        suffix = f" {number}" if own > 1 and runs[0].data is None else ""
+        key = (runs[0].data or "own") + suffix.replace(" ", "-")
+        found += _run_sections(key, dataset_title(runs[0].data) + suffix, runs)
     return found
 
 
-def _dataset(run: Run) -> tuple[str | None, str | None]:
-    """A dataset by name, the user's own by the checksum of its test set."""
-    return run.data, run.record.checksums.get("test") if run.record and run.data is None else None
-
-
 def _paper_sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> Iterator[Section]:
+    yield Section("results", "Results", tables=[headline_table(inputs.evidence)])
     intro = "The paper's numbers, with ours beside them. Each of ours links to its records."
     tables = [paper_table(name, inputs.evidence) for name in ("table1", "table2", "table3")]
     yield Section("tables", "The paper's tables", intro, tables)
     yield Section("claims", "The paper's claims", "A claim holds if all its parts do.", verdicts=verdicts)
-    yield _figures(inputs)
-    first = [cell.id for cell in ABSTRACT if cell.where[-1] == ABSTRACT[0].where[-1]]
-    if runs := _of_cells(inputs.evidence, first):
-        charts = [
-            figures.reliability("paper-reliability", "Reliability", runs),
-            figures.risk_coverage("paper-risk", "Risk and coverage", runs),
-        ]
-        yield Section("calibration", f"Calibration on {dataset_title(runs[0].data)}", figures=charts)
-    if inputs.measured:
-        table = run_table(repeats(inputs.measured))
-        yield Section("runs", "All runs", "All records behind this report.", [table])
-
-
-def _figures(inputs: Inputs) -> Section:
-    """Figures 1 to 4 of the paper, and which of them are missing."""
     found = paper_figures(inputs.evidence)
-    galleries = _pictured([run for run in inputs.runs if run.data in FIGURE3])
     missing = {number: "not measured" for number, figure in found.items() if figure is None}
-    if not galleries:
+    if not any(run.data in FIGURE3 and run.gallery for run in inputs.runs):
         missing["3"] = "its images are in run folders, so name those too"
-    return Section(
+    yield Section(
         "figures",
         "The paper's figures",
         figures=[figure for figure in found.values() if figure],
-        galleries=galleries,
         missing=[f"Figure {n}: {TARGETS['figures'][n]} ({reason})" for n, reason in sorted(missing.items())],
     )
+    first = [cell.id for cell in ABSTRACT if cell.where[-1] == ABSTRACT[0].where[-1]]
+    if runs := _of_cells(inputs.evidence, first):
+        title = f"Calibration on {dataset_title(runs[0].data)}"
+        yield Section("calibration", title, figures=_calibration("paper", runs))
+    if inputs.measured:
+        tables = result_tables("all", inputs.measured)
+        yield Section("runs", "All runs", "All records behind this report.", tables)
+
+
+def _calibration(key: str, runs: Sequence[Run]) -> list[Figure]:
+    return [
+        figures.reliability(f"reliability-{key}", "Reliability", runs),
+        figures.risk_coverage(f"risk-{key}", "Risk and coverage", runs),
+    ]
 
 
 def paper_figures(evidence: Evidence) -> dict[str, Figure | None]:
@@ -173,42 +157,35 @@ def _of_cells(evidence: Evidence, ids: Iterable[str]) -> list[Run]:
     return list(found.values())
 
 
-def _run_sections(key: str, title: str, runs: list[Run], inputs: Inputs) -> Iterator[Section]:
-    if trained := [run for run in runs if len(run.rows) > 1]:
-        charts = [figures.training(f"curves-{key}", "Training curves", trained)]
-        compete = [r for r in trained if r.method not in ("ie", "single") and r.rows[-1].specialist_fraction]
-        for i, run in enumerate(_first_seeds(compete)):
-            id, name = f"specialists-{key}-{i}", f"Specialists: {run.label}"
-            charts.append(figures.specialist_fraction(id, name, run, len(inputs.runs)))
-        yield Section(f"training-{key}", f"Training on {title}", figures=charts)
-    if measured := [run for run in runs if run.record]:
-        firsts = _first_seeds(measured)
+def _run_sections(key: str, title: str, runs: Sequence[Run]) -> Iterator[Section]:
+    measured, trained = ([run for run in runs if run.record], [run for run in runs if len(run.rows) > 1])
+    firsts = _first_seeds(measured)
+    if measured:
+        yield Section(
+            f"results-{key}", f"Results on {title}", tables=result_tables(f"summary-{key}", measured)
+        )
+    pictured = sorted(_first_seeds(runs), key=lambda run: run.method != "cmcl")
+    if cards := compared(pictured):
+        yield Section(f"pictures-{key}", f"Predictions on {title}", cards.intro, examples=cards)
+    if shots := scenes(pictured):
+        yield Section(f"pictures-{key}", f"Predictions on {title}", SCENES, scenes=shots)
+    if measured:
         several = [run for run in firsts if run.method != "single"] or firsts
-        classes = next((run.classes for run in runs if run.classes), None) or ()
+        classes = next((run.gallery.classes for run in runs if run.gallery), ())
         charts = [
-            figures.heat_maps(f"classes-{key}", "Accuracy by member and class", several, classes),
+            figures.heat_maps(f"classes-{key}", "Specialisation", several, classes),
             figures.entropies(f"entropies-{key}", "Entropy of the predictions", several),
         ]
         yield Section(f"members-{key}", f"Members on {title}", figures=charts)
-        charts = [
-            figures.reliability(f"reliability-{key}", "Reliability", measured),
-            figures.risk_coverage(f"risk-{key}", "Risk and coverage", measured),
-        ]
-        yield Section(f"trust-{key}", f"Calibration on {title}", figures=charts)
-    if not (inputs.paper and key in FIGURE3) and (pictured := _pictured(runs)):
-        intro = SCENES if pictured[0].gallery and pictured[0].gallery.dense else CARDS
-        yield Section(f"pictures-{key}", f"Predictions on {title}", intro, galleries=pictured)
+        yield Section(f"trust-{key}", f"Calibration on {title}", figures=_calibration(key, firsts))
+    if trained:
+        chart = figures.training(f"curves-{key}", "Training curves", trained)
+        yield Section(f"training-{key}", f"Training on {title}", figures=[chart])
 
 
 def _first_seeds(runs: Iterable[Run]) -> list[Run]:
     """The first seed of each recipe."""
     return list({run.name: run for run in reversed(list(runs))}.values())[::-1]
-
-
-def _pictured(runs: Sequence[Run]) -> list[Run]:
-    """Runs with a gallery of several members, CMCL first: the page unfolds the first."""
-    found = [run for run in _first_seeds(runs) if run.gallery and run.gallery.several]
-    return sorted(found, key=lambda run: run.method != "cmcl")
 
 
 def _by_recipe(runs: Sequence[Run]) -> dict[str, list[Record]]:
@@ -220,6 +197,36 @@ def _by_recipe(runs: Sequence[Run]) -> dict[str, list[Record]]:
     return groups
 
 
+def command(records: Sequence[Record]) -> str:
+    """What trains these seeds of a recipe again: a command, or Python for networks and data of one's own."""
+    first, seeds = records[0], sorted(record.seed for record in records)
+    words = [["--seed", str(seed)] for seed in seeds]
+    if len(seeds) > 1 and seeds == list(range(seeds[0], seeds[-1] + 1)):
+        words = [[*words[0], "--seeds", str(len(seeds))]]
+    for name in (first.name, *(first.name.rsplit("-", cut)[0] for cut in range(1, first.name.count("-")))):
+        with suppress(ValueError, TypeError):
+            base = find(name)
+            before = base.to_json()
+            changes = {key: value for key, value in first.recipe.items() if before.get(key) != value}
+            if replace(base, **changes).hash == first.recipe_hash:
+                sets = [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
+                return "\n".join(shlex.join(["cmcl", "train", name, *more, *sets]) for more in words)
+    usual = Recipe(steps=1).to_json()
+    fields = ", ".join(f"{k}={v!r}" for k, v in first.recipe.items() if usual.get(k) != v or k == "steps")
+    calls = [f"cmcl.fit(ensemble, train, recipe=recipe, seed={seed})" for seed in seeds]
+    return "\n".join([f"recipe = cmcl.Recipe({fields})", *calls])
+
+
+def _docs() -> str:
+    """The address of the documentation, if the installed package names one."""
+    with suppress(PackageNotFoundError):
+        for entry in metadata("confident-mcl").get_all("Project-URL") or ():
+            label, _, address = entry.partition(", ")
+            if label == "Documentation":
+                return str(address)
+    return ""
+
+
 def _environment() -> jinja2.Environment:
     found = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -228,10 +235,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Any] = {"slug": slug, "heads": heads}
+    filters: dict[str, Any] = {"slug": slug, "heads": heads, "command": command, "svg": figures.inline_svg}
     filters["compact"] = lambda value: value if isinstance(value, str) else json.dumps(value)
     found.filters |= filters
-    found.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return found
 
 
@@ -244,17 +250,3 @@ def heads(table: Table) -> list[tuple[str, int]]:
     """The upper heads of a table and how many columns each spans; none if no column has one."""
     groups = [(name, len(list(columns))) for name, columns in groupby(c.group for c in table.columns)]
     return groups if any(name for name, _ in groups) else []
-
-
-def _vega() -> str:
-    """The libraries that draw the charts; bundled once and cached, because it takes seconds."""
-    cached = cache_root() / "report" / f"vega-{VEGA_LITE}-{version('vl-convert-python')}.js"
-    if cached.is_file():
-        return cached.read_text(encoding="utf-8")
-    bundle = vl_convert.javascript_bundle(vl_version=VEGA_LITE)  # type: ignore[call-arg]
-    bundle = bundle.replace("</script", r"<\/script")
-    with suppress(OSError):  # a read-only cache costs time, not the report
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(cached) as part:
-            part.write_text(bundle, encoding="utf-8")
-    return bundle

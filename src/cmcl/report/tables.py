@@ -1,15 +1,15 @@
-"""The tables: the paper's with ours beside them, and a summary of all runs. Errors are in percent."""
+"""Tables, and the paper's with ours beside them. Errors are in percent."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..data.registry import DATASETS
 from ..networks import NETWORKS
 from ..reproduction.cells import ABSTRACT, BESIDE, CELLS, TARGETS, Cell, Evidence, Records
-from ..reproduction.record import Record, distinct, spread
+from ..reproduction.record import Record, distinct
 from ..reproduction.significance import LEVEL, Comparison
-from .load import METHODS, Run
+from .load import METHODS
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Value:
     worse: bool = False  # than the paper
     link: str | None = None  # name of the recipe whose records are behind it
     missing: bool = False
+    best: bool = False  # of its rivals in the column
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Column:
     title: str
     group: str = ""
     numeric: bool = True
+    lower: bool = False  # lower is better
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,6 @@ class Table:
 
 MARKS = {"same": "✓", "near": "≈", "other": "✗"}  # the side of IE that ours is on, against the paper's
 WORSE, MUCH = "▲", 0.5  # points of top-1 error above the paper's, from which ours is marked
-ERRORS = {"top1": "Top-1", "picked": "Picked", "oracle": "Oracle", "member": "Member", "ece": "ECE"}
-NOTE = (
-    "Top-1: error of the averaged prediction. Picked: of the most confident member's. Oracle: of the best "
-    "member for each example. Member: mean over the members. ECE: expected calibration error. Mean ± "
-    "standard deviation over seeds comes before the single runs."
-)
-SCALED = " Scaled ECE: after temperature scaling."
 
 
 def number(value: float | None, digits: int = 2) -> Value:
@@ -74,38 +69,55 @@ def dataset_title(name: str | None) -> str:
 
 def paper_table(name: str, records: Records) -> Table:
     """One of "table1", "table2" and "table3", with our numbers beside the paper's."""
-    found = Evidence.of(records)
-    heads = {
-        "table1": ("Method",),
-        "table2": ("Members", "Method", "K"),
-        "table3": ("Network", "Data", "Method"),
-    }
-    columns = names(*heads[name])
-    columns += [Column(w, f"{e} error, %") for e in ("Oracle", "Top-1") for w in ("paper", "ours", "diff.")]
+    found, heads = Evidence.of(records), PAPER_KEYS[name]
+    columns = names(*heads)
+    for error in ("Top-1", "Oracle"):
+        columns += [Column(w, f"{error} error, %", lower=w != "diff.") for w in ("paper", "ours", "diff.")]
     cells = [cell for cell in CELLS if cell.where[0] == name]
     rows = []
     for cell in cells:
         row = [Value(text) for text in _keys(cell)]
-        row += [value for key in ("oracle", "top1") for value in _compared(found, cell, key)]
+        row += [value for key in ("top1", "oracle") for value in _compared(found, cell, key)]
         rows.append([*row, _count(found, cell)])
+    rivals = [cell.where[1:2] + cell.where[3:] if name == "table3" else cell.where[2:] for cell in cells]
+    for column in (len(heads) + 1, len(heads) + 4):
+        rows = with_best(rows, column, rivals)
     caption = f"Table {name.removeprefix('table')}. {TARGETS[name]['caption']}"
     source = origin(record for cell in cells for record in found.filling[cell.id])
-    return Table(name, caption, [*columns, Column("n")], rows, legend(rows), source, keys=len(heads[name]))
+    return Table(name, caption, [*columns, Column("n")], rows, legend(rows), source, keys=len(heads))
+
+
+def with_best(
+    rows: Sequence[list[Value]], column: int, rivals: Sequence[object] | None = None
+) -> list[list[Value]]:
+    """The rows with the lowest number of a column marked, among rows of equal `rivals` if given."""
+    rivals = [None] * len(rows) if rivals is None else rivals
+    found = []
+    for row, group in zip(rows, rivals, strict=True):
+        values = [r[column].sort for r, g in zip(rows, rivals, strict=True) if g == group]
+        known = [value for value in values if value is not None]
+        best = bool(known) and row[column].sort == min(known) < max(known)
+        found.append([*row[:column], replace(row[column], best=best), *row[column + 1 :]])
+    return found
 
 
 def headline_table(records: Records) -> Table:
     """The numbers of the paper's abstract, and those of the small CNN beside them."""
     found = Evidence.of(records)
     datasets = list(dict.fromkeys(cell.where[-1] for cell in ABSTRACT))
-    columns = names("Network", "Method")
-    columns += [Column(w, f"{dataset_title(data)}, %") for data in datasets for w in ("paper", "ours", "n")]
+    columns = names("Method", "Network")
+    for data in datasets:
+        columns += [Column(w, f"{dataset_title(data)}, %", lower=w != "n") for w in ("paper", "ours", "n")]
     lines = [[c for data in datasets for c in ABSTRACT if c.where[2:] == (m, data)] for m in METHODS]
-    rows = []
-    for cells in (*lines, *([cell] for cell in BESIDE)):
-        row = [Value(NETWORKS[str(cells[0].recipe.network)].title), Value(_method(cells[0]))]
+    lines += [[cell] for cell in BESIDE]
+    rows, networks = [], [NETWORKS[str(cells[0].recipe.network)].title for cells in lines]
+    for cells, network in zip(lines, networks, strict=True):
+        row = [Value(_method(cells[0])), Value(network)]
         for cell in cells:
             row += [*_compared(found, cell, "top1")[:2], _count(found, cell)]
         rows.append(row + [Value("–", missing=True)] * (len(columns) - len(row)))
+    for column in range(3, len(columns), 3):
+        rows = with_best(rows, column, networks)
     source = origin(record for cell in (*ABSTRACT, *BESIDE) for record in found.filling[cell.id])
     return Table("headline", "Top-1 error of five networks", columns, rows, legend(rows), source, keys=2)
 
@@ -122,6 +134,8 @@ def legend(rows: Iterable[Sequence[Value]]) -> str:
         )
     if any(value.worse for value in values):
         lines.append(f"{WORSE}: worse than the paper by more than {MUCH:g} points of top-1 error.")
+    if any(value.best for value in values):
+        lines.append("Bold: our lowest error for a network and dataset.")
     several = any("±" in value.text for value in values)
     lines.append(f"{'Mean ± standard deviation over n' if several else 'n:'} runs with different seeds.")
     return " ".join(lines)
@@ -138,14 +152,21 @@ def origin(records: Iterable[Record]) -> str:
     return text + (more if resumed else "")
 
 
+PAPER_KEYS = {
+    "table1": ("Method",),
+    "table2": ("Method", "Members", "K"),
+    "table3": ("Method", "Network", "Data"),
+}
+
+
 def _keys(cell: Cell) -> tuple[str, ...]:
     """The texts that name a row."""
     if cell.where[0] == "table1":
         return (_method(cell),)
     if cell.where[0] == "table2":
         k = cell.where[1].partition("-k")[2]
-        return cell.where[2].replace("m", "M="), METHODS[cell.recipe.method], f"K={k}" if k else "–"
-    return NETWORKS[cell.where[1]].title, dataset_title(cell.where[3]), _method(cell)
+        return METHODS[cell.recipe.method], cell.where[2].replace("m", "M="), f"K={k}" if k else "–"
+    return _method(cell), NETWORKS[cell.where[1]].title, dataset_title(cell.where[3])
 
 
 def _method(cell: Cell) -> str:
@@ -207,39 +228,3 @@ def spread_text(found: Mapping[str, Any]) -> str:
     """Mean, and the standard deviation if there is one."""
     mean = f"{found['mean']:.2f}"
     return mean if found["std"] is None else f"{mean} ± {found['std']:.2f}"
-
-
-def run_table(groups: Sequence[Sequence[Run]]) -> Table:
-    """A row for each run, and before the seeds of a recipe their mean; `groups` as `repeats` returns them."""
-    errors, note = ERRORS, NOTE
-    if any("scaled_ece" in run.measured.scores for group in groups for run in group):
-        errors, note = ERRORS | {"scaled_ece": "Scaled ECE"}, NOTE + SCALED
-    columns = names("Run") + [Column(title) for title in errors.values()]
-    columns += [*names("Method", "Data"), Column("Seed"), Column("Seconds")]
-    rows = []
-    for group in groups:
-        about = [Value(METHODS[group[0].method or "ie"]), Value(dataset_title(group[0].data))]
-        if len(group) > 1 and group[0].measured.complete:
-            means = [_mean([run.measured.scores.get(key) for run in group]) for key in errors]
-            name = Value(f"{_common_name(group)}: mean", link=group[0].measured.name)
-            rows.append([name, *means, *about, Value(f"n = {len(group)}"), Value("")])
-        for run in group:
-            record = run.measured
-            name = Value(run.label + ("" if record.complete else " (partial)"), link=record.name)
-            numbers = [number(record.scores.get(key)) for key in errors]
-            seed, seconds = Value(str(run.seed), run.seed), Value(f"{record.seconds:,.0f}", record.seconds)
-            rows.append([name, *numbers, *about, seed, seconds])
-    source = origin(run.measured for group in groups for run in group)
-    return Table("summary", "Errors on the test set, %", columns, rows, note, source)
-
-
-def _mean(values: Sequence[float | None]) -> Value:
-    """Mean and standard deviation; a dash unless all values are known."""
-    known = [value for value in values if value is not None]
-    found = spread(known) if len(known) == len(values) else None
-    return number(None) if found is None else Value(spread_text(found), found["mean"])
-
-
-def _common_name(group: Sequence[Run]) -> str:
-    listed = list(dict.fromkeys(run.name for run in group))
-    return ", ".join(listed) if len(listed) <= 3 else f"{listed[0]} to {listed[-1]}"

@@ -1,8 +1,9 @@
-"""The palette of page, charts and exported figures. In a chart, tokens such as "@ink" stand for colours.
+"""The palette of page, documents, charts and exported figures. In a chart, tokens such as "@ink" are colours.
 
 Texts have a contrast of 4.5 or more on `page`, `panel` and their tints, lines and marks 3 or more.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -35,38 +36,41 @@ TOKENS = {  # token: (light, dark)
     "c8": ("#3f5bd1", "#93a5ff"),
 }
 LIGHT, DARK = ({token: pair[i] for token, pair in TOKENS.items()} for i in (0, 1))
+VARIABLES = {token: f"var(--{token})" for token in TOKENS}  # charts in a page follow its theme
 TURN = 74  # percent of the way from low to high, from where on-high is easier to read than on-low
 COLOURS = [f"c{i}" for i in range(1, 9)]
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 1], [10, 3], [1, 3], [6, 2, 2, 2]]
 
 
-def config(theme: dict[str, str]) -> dict[str, Any]:
-    """Vega's configuration."""
-    return {
-        "background": None,
-        "font": FONT,
-        "padding": 2,
-        "view": {"stroke": None},
-        "axis": {
-            "labelColor": theme["muted"],
-            "titleColor": theme["muted"],
-            "titleFontWeight": 500,
-            "titleFontSize": 12,
-            "labelFontSize": 11,
-            "gridColor": theme["line"],
-            "domainColor": theme["edge"],
-            "tickColor": theme["edge"],
-            "labelLimit": 110,
-        },
-        "title": {"color": theme["ink"], "fontSize": 13, "fontWeight": 600, "anchor": "start"},
-        "legend": {"labelColor": theme["ink"], "titleColor": theme["muted"], "labelFontSize": 11},
-        "text": {"color": theme["ink"]},
-        "rule": {"color": theme["edge"]},
-        "range": {"heatmap": [theme["low"], theme["high"]]},
-    }
+def variables(theme: Mapping[str, str]) -> str:
+    """The declarations of a style sheet that set the tokens: "--ink: #1c2126; ..."."""
+    return " ".join(f"--{token}: {colour};" for token, colour in theme.items())
 
 
-def themed(value: Any, theme: dict[str, str]) -> Any:
+CONFIG = {  # of Vega
+    "background": None,
+    "font": FONT,
+    "padding": 2,
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": "@muted",
+        "titleColor": "@muted",
+        "titleFontWeight": 500,
+        "titleFontSize": 12,
+        "labelFontSize": 11,
+        "gridColor": "@line",
+        "domainColor": "@edge",
+        "tickColor": "@edge",
+        "labelLimit": 110,
+    },
+    "title": {"color": "@ink", "fontSize": 13, "fontWeight": 600, "anchor": "start"},
+    "legend": {"labelColor": "@ink", "titleColor": "@muted", "labelFontSize": 11},
+    "text": {"color": "@ink"},
+    "rule": {"color": "@edge"},
+}
+
+
+def themed(value: Any, theme: Mapping[str, str]) -> Any:
     """A chart with its tokens replaced by colours of the theme."""
     if isinstance(value, dict):
         return {key: themed(entry, theme) for key, entry in value.items()}

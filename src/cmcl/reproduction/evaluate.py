@@ -69,7 +69,12 @@ def evaluate_run(
             entropies.update(probs, None)
     after = {}
     if temperature is not None:
-        after = {"temperature": temperature, "scaled_ece": metrics.percent(scaled.compute()["ece"])}
+        ece = metrics.percent(scaled.compute()["ece"])
+        after = {
+            "temperature": temperature,
+            "scaled_ece": ece,
+            "scaled_reliability": reliability_bins(scaled),
+        }
     return {
         "errors": {"expected": errors, "sampled": sampled},
         "members": metrics.percent(scores.member_errors),
@@ -133,20 +138,23 @@ def _errors(scores: metrics.Accumulator) -> dict[str, float]:
 
 def _calibration(scores: metrics.Accumulator) -> dict[str, Any]:
     """Of the averaged prediction: ECE in percent, the other numbers as they are."""
-    found, (count, confidence, accuracy) = scores.compute(), scores.reliability
+    found = scores.compute()
     names = [name for name in ("nll", "brier", "aurc", "auroc", "fpr95") if name in found]
     risks = scores.risks
     points = (torch.arange(1, COVERAGES + 1) * len(risks) / COVERAGES).ceil().long() - 1
     return {
         "ece": metrics.percent(found["ece"]),
         **{name: round(found[name], 6) for name in names},
-        "reliability": {
-            "count": count.tolist(),
-            "confidence": metrics.percent(confidence),
-            "accuracy": metrics.percent(accuracy),
-        },
+        "reliability": reliability_bins(scores),
         "risk_coverage": metrics.percent(risks[points]),  # the error of the 1 %, 2 %, ... most confident
     }
+
+
+def reliability_bins(scores: metrics.Accumulator) -> dict[str, list[Any]]:
+    """The bins of a reliability diagram, in percent."""
+    count, confidence, accuracy = scores.reliability
+    percent = {"confidence": metrics.percent(confidence), "accuracy": metrics.percent(accuracy)}
+    return {"count": count.tolist(), **percent}
 
 
 class Entropies:

@@ -1,15 +1,19 @@
-"""The gallery of a run: the test images on which its members differ most, with all their predictions.
+"""The gallery of a run: what it predicts for every test image, and the images that are worth a look.
 
-gallery.json and small PNG files; the report embeds them. M members, N examples, C classes.
+gallery.json, predictions.npz (of a classification) and small PNG files: images with a wrong prediction, and
+those on which the members differ most. M members, N examples, C classes.
 """
 
 import base64
 import json
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
@@ -21,17 +25,41 @@ from ..data.dataset import Dataset, default_ignore_index, not_ignored
 
 PNG = b"\x89PNG\r\n\x1a\n"
 LARGEST = 4 * 2**20  # bytes of an image
-CARDS, SCENES = 12, 6  # images shown of a classifier, and of a segmentation
+CARDS, WRONG = 12, 48  # images of a classification: the most disputed, and with a wrong prediction
+SCENES, COMMON = 6, 4  # images of a segmentation: the most disputed, and the same ones for every run
 Index = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-class Vote(Schema):
-    """A predicted class; the ensemble's has no entropy."""
+class Predictions(NamedTuple):
+    """What a classifier predicts for N test images; row 0 is the averaged prediction, row m + 1 member m."""
 
-    prediction: Index
-    confidence: Fraction
-    entropy: float | None = None
+    targets: NDArray[Any]  # (N,)
+    classes: NDArray[Any]  # (1 + M, N)
+    confidence: NDArray[Any]  # (1 + M, N), of the predicted class
+    entropy: NDArray[Any]  # (1 + M, N), in nats
+
+    @property
+    def wrong(self) -> NDArray[np.bool_]:
+        """Where the averaged prediction is wrong, (N,)."""
+        return np.asarray(self.classes[0] != self.targets)
+
+    @classmethod
+    def load(cls, path: Path, classes: int) -> "Predictions":
+        """Read and check what `GalleryBuilder` wrote; raises `ValueError`."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                found = cls(*(file[name] for name in cls._fields))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"{path}: predictions must be arrays {', '.join(cls._fields)}. {error}"
+            ) from None
+        shapes = {found.targets.shape[-1:], *(array.shape[1:] for array in found[1:])}
+        rows, kinds = {len(array) for array in found[1:]}, "".join(array.dtype.kind for array in found)
+        if len(shapes) != 1 or len(rows) != 1 or min(rows) < 2 or found.targets.ndim != 1 or kinds != "uuff":
+            raise ValueError(f"{path}: predictions must have rows for the average and each member.")
+        if max(array.max(initial=0) for array in found[:2]) >= classes:
+            raise ValueError(f"{path}: predictions must name classes that exist.")
+        return found
 
 
 class Mask(Schema):
@@ -43,21 +71,18 @@ class Mask(Schema):
 
 
 class Card(Schema):
-    """An image with a class, and all predictions of it."""
+    """An image with a class; its predictions are in predictions.npz."""
 
-    index: int
+    index: Index
     image: str
     target: Index
-    members: Annotated[list[Vote], Field(min_length=1)]
-    ensemble: Vote
-    chosen: Index
     group: str | None = None
 
 
 class Scene(Schema):
     """An image with a mask, and all predictions of it."""
 
-    index: int
+    index: Index
     image: str
     truth: str
     members: Annotated[list[Mask], Field(min_length=1)]
@@ -68,11 +93,12 @@ class Scene(Schema):
 class Gallery(Schema):
     """The content of gallery.json."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     task: Literal["classification", "segmentation"]
     classes: list[str]
     items: list[Card] | list[Scene]
     _folder: Path = PrivateAttr(default=Path())
+    _predictions: Predictions | None = PrivateAttr(default=None)
 
     @classmethod
     def load(cls, path: Path) -> "Gallery":
@@ -83,26 +109,32 @@ class Gallery(Schema):
             masks = [item.truth, *(member.mask for member in item.members)] if isinstance(item, Scene) else []
             for name in (item.image, *masks):
                 gallery.embed(name)
+        if not gallery.dense:
+            found = Predictions.load(path.parent / "predictions.npz", len(gallery.classes))
+            if any(item.index >= len(found.targets) for item in gallery.items):
+                raise ValueError(f"{path}: items must be images that have predictions.")
+            gallery._predictions = found
         return gallery
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for item in self.items:
-            votes = [] if isinstance(item, Scene) else [*item.members, item.ensemble]
-            named = [] if isinstance(item, Scene) else [item.target, *(vote.prediction for vote in votes)]
-            if item.chosen >= len(item.members) or max(named, default=-1) >= len(self.classes):
-                raise ValueError(f"item {item.index} must name members and classes that exist.")
+            if isinstance(item, Scene) != self.dense:
+                raise ValueError(f"item {item.index} must be of the task {self.task}.")
+            if isinstance(item, Scene) and item.chosen >= len(item.members):
+                raise ValueError(f"item {item.index} must name a member that exists.")
         return self
+
+    @property
+    def predictions(self) -> Predictions:
+        """What a classifier predicts for all test images."""
+        assert self._predictions is not None
+        return self._predictions
 
     @property
     def dense(self) -> bool:
         """Whether it shows masks."""
-        return any(isinstance(item, Scene) for item in self.items)
-
-    @property
-    def several(self) -> bool:
-        """Whether there are predictions of two members or more to compare."""
-        return any(len(item.members) > 1 for item in self.items)
+        return self.task == "segmentation"
 
     def embed(self, name: str) -> str:
         """An image as a data: address."""
@@ -116,7 +148,7 @@ class Gallery(Schema):
 
 
 class GalleryBuilder:
-    """Collects the images to show from batches of predictions, and writes the gallery.
+    """Collects predictions and the images to show from batches, and writes the gallery.
 
     Args:
         test: the test set.
@@ -125,60 +157,75 @@ class GalleryBuilder:
 
     def __init__(self, test: Dataset, images: Tensor) -> None:
         self.test, self.images, self.dense = test, images, test.targets.ndim > 1
-        self.size = SCENES if self.dense else CARDS
-        # score, index and probabilities (M, C, ...), by image, or by group of images of a segmentation
+        # of a segmentation: score, index and probabilities (M, C, ...), by group of images
         self.best: dict[Any, tuple[float, int, Tensor]] = {}
+        self.common = {round(i * (len(images) - 1) / (COMMON - 1)) for i in range(COMMON)}
+        self.compared: list[tuple[int, Tensor]] = []  # index and probabilities of evenly spaced images
+        self.seen: list[
+            tuple[Tensor, ...]
+        ] = []  # of a classifier: the fields of `Predictions`, and the scores
 
     def update(self, probs: Tensor, start: int) -> None:
         """Add predictions (M, n, C, ...) for the images from `start` on."""
         targets = self.test.targets[start : start + probs.shape[1]]
-        if self.dense:
-            errors = _pixel_errors(probs, targets)
-            scores = errors.amax(0) - errors.amin(0)
-        else:
-            scores = disputed(probs)
+        if not self.dense:
+            rows = torch.cat([probs.mean(0)[None], probs])
+            confidence, classes = rows.max(2)
+            self.seen.append((targets, classes, confidence, metrics.entropy(rows), disputed(probs)))
+            return
+        errors = _pixel_errors(probs, targets)
+        scores = errors.amax(0) - errors.amin(0)
         for i in self._first_of_groups(scores, start):
             key = self._key(start + i)
             if key not in self.best or self.best[key][0] < scores[i]:
                 self.best[key] = (float(scores[i]), start + i, probs[:, i].clone())
-        best = sorted(self.best.values(), key=lambda one: (-one[0], one[1]))[: self.size]
+        self.compared += [
+            (i, probs[:, i - start].clone()) for i in sorted(self.common) if 0 <= i - start < len(targets)
+        ]
+        best = sorted(self.best.values(), key=lambda one: (-one[0], one[1]))[:SCENES]
         self.best = {self._key(one[1]): one for one in best}
 
     def _first_of_groups(self, scores: Tensor, start: int) -> Iterator[int]:
         """The highest score of each group, for as many groups as are shown."""
         seen: set[Any] = set()
         for i in scores.argsort(descending=True, stable=True).tolist():
-            if len(seen) < self.size and (key := self._key(start + i)) not in seen:
+            if len(seen) < SCENES and (key := self._key(start + i)) not in seen:
                 seen.add(key)
                 yield i
 
     def _key(self, index: int) -> Any:
-        return self.test.groups[index] if self.dense and self.test.groups else index
+        return self.test.groups[index] if self.test.groups else index
 
     def write(self, folder: Path) -> None:
-        """Write gallery.json and the images."""
+        """Write gallery.json and what it names."""
         folder.mkdir(parents=True, exist_ok=True)
-        make: Any = self._scene if self.dense else self._card
-        items = [make(folder, index, probs) for _, index, probs in self.best.values()]
+        if self.dense:
+            shown = dict([*self.compared, *((index, probs) for _, index, probs in self.best.values())])
+            items: Any = [self._scene(folder, index, probs) for index, probs in shown.items()]
+        else:
+            items = self._cards(folder)
         task: Any = "segmentation" if self.dense else "classification"
         gallery = Gallery(task=task, classes=list(self.test.classes), items=items)
         with replacing(folder / "gallery.json") as part:
             part.write_text(json.dumps(gallery.model_dump(exclude_none=True)) + "\n", encoding="utf-8")
 
-    def _common(self, folder: Path, index: int, entropy: Tensor) -> dict[str, Any]:
+    def _cards(self, folder: Path) -> list[Card]:
+        *columns, scores = (torch.cat(parts, -1) for parts in zip(*self.seen, strict=True))
+        kinds = (np.uint32, np.uint32, np.float16, np.float16)
+        found = Predictions(*(x.cpu().numpy().astype(kind) for x, kind in zip(columns, kinds, strict=True)))
+        with replacing(folder / "predictions.npz") as part, part.open("wb") as file:
+            np.savez_compressed(file, **found._asdict())
+        order = scores.argsort(descending=True, stable=True).tolist()
+        shown = [*order[:CARDS], *[i for i in order if found.wrong[i]][:WRONG]]
+        return [Card(**self._common(folder, i), target=int(found.targets[i])) for i in dict.fromkeys(shown)]
+
+    def _common(self, folder: Path, index: int) -> dict[str, Any]:
+        image = _save(folder / f"{index}.png", self.images[index])
         return {
             "index": index,
-            "image": _save(folder / f"{index}.png", self.images[index]),
-            "chosen": int(entropy.argmin()),
+            "image": image,
             "group": self.test.groups[index] if self.test.groups else None,
         }
-
-    def _card(self, folder: Path, index: int, probs: Tensor) -> Card:
-        entropy = metrics.entropy(probs[:, None])[:, 0]
-        members = [_vote(one, float(h)) for one, h in zip(probs, entropy, strict=True)]
-        target = int(self.test.targets[index])
-        common = self._common(folder, index, entropy)
-        return Card(**common, target=target, members=members, ensemble=_vote(probs.mean(0)))
 
     def _scene(self, folder: Path, index: int, probs: Tensor) -> Scene:
         classes, target = probs.shape[1], self.test.targets[index]
@@ -193,7 +240,8 @@ class GalleryBuilder:
             for m, one in enumerate(probs)
         ]
         truth = _save(folder / f"{index}-truth.png", _grey(target, classes))
-        return Scene(**self._common(folder, index, entropy), truth=truth, members=members)
+        chosen = int(entropy.argmin())
+        return Scene(**self._common(folder, index), truth=truth, members=members, chosen=chosen)
 
 
 def disputed(probs: Tensor) -> Tensor:
@@ -201,12 +249,6 @@ def disputed(probs: Tensor) -> Tensor:
     confidence, predicted = probs.double().max(2)  # (M, N)
     votes = confidence.new_zeros(probs.shape[1], probs.shape[2]).scatter_add_(1, predicted.T, confidence.T)
     return (votes.sum(1).square() - votes.square().sum(1)) / 2
-
-
-def _vote(probs: Tensor, entropy: float | None = None) -> Vote:
-    """From probabilities (C,)."""
-    rounded = None if entropy is None else round(entropy, 4)
-    return Vote(prediction=int(probs.argmax()), confidence=round(float(probs.max()), 4), entropy=rounded)
 
 
 def _pixel_errors(probs: Tensor, targets: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ class Calibration(TypedDict):
 
     ece: Percent
     temperature: NotRequired[Annotated[float, Field(gt=0)]]  # of the ensemble, if it has one ...
-    scaled_ece: NotRequired[Percent]  # ... and the ECE after scaling by it
+    scaled_ece: NotRequired[Percent]  # ... and the ECE after scaling by it, with its bins
+    scaled_reliability: NotRequired[Reliability]
     nll: NotRequired[float]
     brier: NotRequired[float]
     aurc: NotRequired[float]
@@ -127,9 +128,10 @@ class Record(Schema):
             raise ValueError(f"members and classwise must have {members} entries, as many as the recipe.")
         if len({len(row) for row in self.classwise}) > 1 or not any(x is not None for x in self.classwise[0]):
             raise ValueError("classwise must have rows of one length, with accuracies.")
-        columns: Any = self.calibration["reliability"]
-        if len({len(column) for column in columns.values()}) > 1:
-            raise ValueError("reliability must have columns of one length.")
+        for key in {"reliability", "scaled_reliability"} & self.calibration.keys():
+            columns: Any = self.calibration[key]  # type: ignore[literal-required]
+            if len({len(column) for column in columns.values()}) > 1:
+                raise ValueError(f"{key} must have columns of one length.")
         if {len(counts) for counts in self._histograms()} != {self.entropy["bins"]}:
             raise ValueError(f"entropy must have histograms of {self.entropy['bins']} bins.")
         if missing := {"data", "network", "method", "sharing"} - set(self.recipe):

@@ -212,7 +212,8 @@ def _calibrated_before(folder: Path, weights: str) -> dict[str, Any]:
     if before is None or before.weights != weights or "temperature" not in before.calibration:
         return {}
     save_temperature(folder / "ensemble", before.calibration["temperature"])
-    return {key: before.calibration[key] for key in ("temperature", "scaled_ece")}
+    kept = {"temperature", "scaled_ece", "scaled_reliability"}
+    return {key: value for key, value in before.calibration.items() if key in kept}
 
 
 def load_data(recipe: Recipe, *, root: str | Path | None = None, cache: str | Path | None = None) -> RunData:

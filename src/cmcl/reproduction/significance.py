@@ -1,7 +1,7 @@
 """Whether two mean errors differ significantly: the one test behind the report, the tables and the claims."""
 
 from collections.abc import Mapping, Sequence
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 from scipy import stats
@@ -41,21 +41,36 @@ class Comparison(NamedTuple):
         Welch's t-test over the seeds; Student's where one side has one run, which takes the other's variance.
         With one run each, a two-proportion z-test over the test examples.
         """
-        a, b, n = self.mine["mean"], self.other["mean"], (self.mine["n"], self.other["n"])
-        if max(n) == 1 and self.examples is None:
+        difference, known = self.mine["mean"] - self.other["mean"], self._standard_error
+        if known is None or difference == 0:
+            return None if known is None else 1.0
+        error, freedom = known
+        return float(2 * stats.t.sf(abs(difference) / error, freedom)) if error else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The confidence interval of the difference in points, which excludes 0 if it is significant."""
+        if (known := self._standard_error) is None:
             return None
-        if a == b:
-            return 1.0
+        difference, (error, freedom) = self.mine["mean"] - self.other["mean"], known
+        half = float(stats.t.isf(LEVEL / 2, freedom)) * error
+        return difference - half, difference + half
+
+    @property
+    def _standard_error(self) -> tuple[float, float] | None:
+        """Of the difference, and its degrees of freedom."""
+        n, means = (self.mine["n"], self.other["n"]), (self.mine["mean"], self.other["mean"])
         if max(n) == 1:
-            pooled = (a + b) / 200
-            return float(
-                2 * stats.norm.sf(abs(a - b) / 100 / sqrt(2 * pooled * (1 - pooled) / self.examples))
-            )
+            if self.examples is None:
+                return None
+            pooled = sum(means) / 200
+            return 100 * sqrt(2 * pooled * (1 - pooled) / self.examples), inf
         std = self.mine["std"] or 0.0, self.other["std"] or 0.0
-        if not any(std):
-            return 0.0
-        test = stats.ttest_ind_from_stats(a, std[0], n[0], b, std[1], n[1], equal_var=min(n) == 1)
-        return float(test.pvalue)
+        if min(n) == 1:
+            return max(std) * sqrt(1 / n[0] + 1 / n[1]), sum(n) - 2
+        parts = [s**2 / k for s, k in zip(std, n, strict=True)]
+        freedom = sum(part**2 / (k - 1) for part, k in zip(parts, n, strict=True))
+        return sqrt(sum(parts)), sum(parts) ** 2 / freedom if freedom else inf
 
     @property
     def significant(self) -> bool:

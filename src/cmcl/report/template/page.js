@@ -1,53 +1,29 @@
 "use strict";
 document.getElementById("no-script").remove();
-const read = (id) => JSON.parse(document.getElementById(id).textContent);
-const themes = read("themes");
-const charts = read("charts");
 const root = document.documentElement;
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const current = () => root.dataset.theme || (dark.matches ? "dark" : "light");
+const themes = ["light", "dark"];
+const current = () => root.dataset.theme || themes[Number(dark.matches)];
 
 // Storage may be forbidden for files; the theme is then chosen anew each time.
 const remember = (theme) => { try { localStorage.setItem("cmcl-theme", theme); } catch { /* not kept */ } };
 const remembered = () => { try { return localStorage.getItem("cmcl-theme"); } catch { return null; } };
 
-// Names such as "@ink" in a chart stand for the theme's colours.
-const filled = (value, theme) => {
-  if (Array.isArray(value)) return value.map((entry) => filled(entry, theme));
-  if (value && typeof value === "object") {
-    return Object.fromEntries(Object.entries(value).map(([key, entry]) => [key, filled(entry, theme)]));
-  }
-  return typeof value === "string" && value[0] === "@" ? theme[value.slice(1)] ?? value : value;
-};
-
-const drawn = new Map();
-async function draw() {
-  const theme = themes[current()];
-  for (const place of document.querySelectorAll("[data-chart]")) {
-    drawn.get(place)?.finalize();
-    // ast: expressions are interpreted, so that the page needs no eval
-    const options = { actions: false, renderer: "svg", config: theme.config, ast: true };
-    drawn.set(place, await vegaEmbed(place, filled(charts[place.dataset.chart], theme), options));
-  }
-  root.dataset.drawn = current();
-}
-
 const toggle = document.getElementById("theme");
-function show() {
-  const other = current() === "dark" ? "light" : "dark";
+function label() {
+  const other = themes[Number(current() === "light")];
   toggle.textContent = other === "dark" ? "Dark" : "Light";
   toggle.setAttribute("aria-label", `Switch to the ${other} theme`);
-  draw();
 }
+if (themes.includes(remembered())) root.dataset.theme = remembered();
 toggle.hidden = false;
 toggle.addEventListener("click", () => {
-  root.dataset.theme = current() === "dark" ? "light" : "dark";
+  root.dataset.theme = themes[Number(current() === "light")];
   remember(root.dataset.theme);
-  show();
+  label();
 });
-dark.addEventListener("change", show);
-if (themes[remembered()]) root.dataset.theme = remembered();
-show();
+dark.addEventListener("change", label);
+label();
 
 // What has no number to sort by (not measured) stays at the end, whichever way.
 function sort(head) {
@@ -69,9 +45,61 @@ function sort(head) {
   };
   body.append(...[...body.rows].sort((a, b) => compare(key(a), key(b))));
 }
+
+// Cards are shown if they have the pressed kind and the chosen label.
+function filter(filters) {
+  const kind = filters.querySelector("[aria-pressed=true]").dataset.kind;
+  const name = filters.querySelector("select")?.value ?? "";
+  for (const card of filters.parentElement.querySelectorAll(".card")) {
+    card.hidden = Boolean((kind && card.dataset.kind !== kind) || (name && card.dataset.label !== name));
+  }
+}
+
+function enlarge(button) {
+  const dialog = document.getElementById("large");
+  dialog.querySelector("img").replaceWith(button.querySelector("img").cloneNode());
+  dialog.querySelector("p").textContent = button.dataset.caption;
+  dialog.showModal();
+}
+
+// A file in a browser may be denied the clipboard: the text is then selected, ready to be copied.
+async function copy(button) {
+  const text = button.previousElementSibling;
+  try {
+    await navigator.clipboard.writeText(text.textContent);
+    button.textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(text);
+    button.textContent = "Selected";
+  }
+}
+
+for (const part of document.querySelectorAll(".filters, .copy")) part.hidden = false;
+document.querySelectorAll(".filters").forEach(filter);
 document.addEventListener("click", (event) => {
-  const head = event.target.closest("th[aria-sort]");
-  if (head && event.target.closest("button")) sort(head);
+  const button = event.target.closest("button");
+  if (!button) return;
+  const head = button.closest("th[aria-sort]");
+  if (head) sort(head);
+  if (button.dataset.kind !== undefined) {
+    for (const one of button.parentElement.querySelectorAll("button")) one.setAttribute("aria-pressed", one === button);
+    filter(button.parentElement);
+  }
+  if (button.dataset.caption) enlarge(button);
+  if (button.classList.contains("copy")) copy(button);
+});
+for (const select of document.querySelectorAll(".filters select")) {
+  select.addEventListener("change", () => filter(select.closest(".filters")));
+}
+
+const tip = document.getElementById("tip");
+document.addEventListener("pointermove", (event) => {
+  const text = event.target.closest?.(".chart [data-tip]")?.dataset.tip;
+  tip.hidden = !text;
+  if (!text) return;
+  tip.textContent = text.replaceAll("; ", "\n");
+  const left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8);
+  tip.style.cssText = `white-space: pre; left: ${left}px; top: ${event.clientY + 14}px`;
 });
 
 function unfold() {
@@ -83,3 +111,4 @@ function unfold() {
 }
 addEventListener("hashchange", unfold);
 unfold();
+root.dataset.ready = "";
