@@ -87,6 +87,7 @@ def test_every_python_line_is_in_a_block():
 
 def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys):
     """On what the page's snippets leave, with the network that they define."""
+    monkeypatch.delitem(sys.modules, "mynet", raising=False)  # of another test
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     text = (DOCS / "tutorials" / "fine-tuning.md").read_text()
