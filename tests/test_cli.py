@@ -25,7 +25,7 @@ OPTIONS = {
     "list": "--all --json",
     "train": f"{RUN} --batch-size --beta --budget --epochs --labels --limit --lr --members --method --overlap "
     "--results --resume --set --sharing --no-sharing --steps --subset --validation",
-    "tune": "--betas --device --eta --json --out --overlaps --plot --precision --quiet --root --seeds --set --validation",
+    "tune": "--betas --device --eta --json --out --overlaps --plot --precision --quiet --root --seeds --set --storage --validation",
     "evaluate": f"{OWN} --batch-size --data --device --json --limit --ood --ood-option --ood-root --option --root",
     "predict": f"{OWN} --device --json --resize --root --threshold",
     "calibrate": f"{OWN} --confidence --data --device --json --limit --option --out --risk --root --score",
