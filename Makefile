@@ -25,6 +25,10 @@ test-browser: $(READY)   ## the report in a real browser, the system's chromium 
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group browser
 	$(BIN)/python -m pytest tests/browser -m browser
 
+test-slurm: $(READY)     ## `cmcl reproduce --launcher slurm` on a SLURM of one node (installed here on Debian, by root)
+	command -v slurmctld && command -v munged || apt-get install --yes slurm-wlm munge
+	$(BIN)/python -m pytest tests/cluster/test_slurm.py -m cluster -s
+
 test-postgres: $(READY)  ## `cmcl tune` by two workers on PostgreSQL (installed here on Debian, by root)
 	ls /usr/lib/postgresql/*/bin/pg_ctl || apt-get install --yes postgresql
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group postgres

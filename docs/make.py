@@ -401,6 +401,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "temperature": table_of("rejecting.txt", "| method | temperature"),
     "tuning": whole("tuning-digits.txt"),
     "postgres": whole("postgres.txt"),
+    "slurm": whole("slurm.txt"),
     "export": whole("export-check.txt"),
     "onnx-speed": whole("onnx-speed.txt"),
     "flights": hypotheses,

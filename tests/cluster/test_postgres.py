@@ -94,7 +94,9 @@ def test_two_workers_and_one_is_killed(database, tmp_path, capsys):
 
     text = other_log.read_text().replace(str(tmp_path), "DIR")
     with capsys.disabled():
-        print(f"\n$ cmcl {' '.join(TUNE)} --storage postgresql+psycopg://... --out DIR  # two workers, one killed")
+        print(
+            f"\n$ cmcl {' '.join(TUNE)} --storage postgresql+psycopg://... --out DIR  # two workers, one killed"
+        )
         for trial in found:
             note = f", again of trial {lost[0].number}" if trial is again else ""
             note = ", its worker was killed" if trial in lost else note
