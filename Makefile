@@ -5,7 +5,8 @@ READY := .venv/.ready
 DOCS = $(BIN)/python -m pip install --quiet -c constraints.txt --group docs
 PARALLEL := -n logical --dist worksteal  # a process per core; tests run on one thread each
 
-.PHONY: demo test test-slow test-unpinned test-browser lint documents docs docs-serve constraints clean
+.PHONY: demo test test-slow test-unpinned test-browser test-slurm test-postgres audit lint
+.PHONY: documents docs docs-serve constraints clean
 
 demo: $(READY)           ## the main job on data that needs no download
 	$(BIN)/cmcl demo
@@ -23,6 +24,15 @@ test-browser: $(READY)   ## the report in a real browser, the system's chromium 
 	command -v chromium || apt-get install --yes chromium
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group browser
 	$(BIN)/python -m pytest tests/browser -m browser
+
+test-slurm: $(READY)     ## `cmcl reproduce --launcher slurm` on a SLURM of one node (installed here on Debian, by root)
+	command -v slurmctld && command -v munged || apt-get install --yes slurm-wlm munge
+	$(BIN)/python -m pytest tests/cluster/test_slurm.py -m cluster -s
+
+test-postgres: $(READY)  ## `cmcl tune` by two workers on PostgreSQL (installed here on Debian, by root)
+	ls /usr/lib/postgresql/*/bin/pg_ctl || apt-get install --yes postgresql
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group postgres
+	$(BIN)/python -m pytest tests/cluster/test_postgres.py -m cluster -s
 
 documents: $(READY)      ## tables and pictures in README and docs, from results/
 	$(BIN)/python -m cmcl.report.documents README.md docs/*.md docs/*/*.md
@@ -46,7 +56,7 @@ lint: $(READY)           ## style and types
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch -e '.[report,fetch,export,tensorboard]' --group dev --group frameworks
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch -e '.[report,fetch,export,tensorboard,tune,slurm]' --group dev --group frameworks
 	touch $@
 
 constraints:             ## write down the exact versions that are installed now

@@ -400,6 +400,8 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "scores": table_of("rejecting.txt", "| method | score"),
     "temperature": table_of("rejecting.txt", "| method | temperature"),
     "tuning": whole("tuning-digits.txt"),
+    "postgres": whole("postgres.txt"),
+    "slurm": whole("slurm.txt"),
     "export": whole("export-check.txt"),
     "onnx-speed": whole("onnx-speed.txt"),
     "flights": hypotheses,

@@ -1,9 +1,12 @@
 """`cmcl evaluate`, `predict`, `calibrate` and `export`, on a run of two steps and on a user's own network."""
 
+import io
 import json
 import os
 import shutil
+import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,7 +130,7 @@ def test_own_network(cmcl, here, tmp_path, name, own):
     assert code == 0
     assert json.loads(out)["threshold"]["examples"] == 30
     code, out, _ = cmcl("predict", f"runs/{name}", "digit.png", *own, *CPU, "--json")
-    (found,) = json.loads(out)
+    found = json.loads(out)
     assert code == 0
     assert found["prediction"]["class"] == str(found["prediction"]["index"])
     assert len(found["members"]) == 2
@@ -352,7 +355,7 @@ class TestClasses:
         (tmp_path / "images" / "train" / "three").rename(tmp_path / "images" / "train" / "drei")
         assert "knows by name. Got drei." in cmcl("evaluate", tmp_path / "mine", *arguments)[2]
         image = next((tmp_path / "images").rglob("*.png"))
-        (found,) = json.loads(cmcl("predict", tmp_path / "mine", image, "--json")[1])
+        found = json.loads(cmcl("predict", tmp_path / "mine", image, "--json")[1])
         index = found["prediction"]["index"]
         assert found["prediction"]["class"] == (["seven", "three"][index] if index < 2 else str(index))
 
@@ -377,6 +380,10 @@ class TestClasses:
 FILTERS = dict(TINY.network_options)
 
 
+def lines_of(out):
+    return [json.loads(line) for line in out.splitlines()]
+
+
 class TestPredict:
     @pytest.fixture
     def images(self, tmp_path):
@@ -388,7 +395,7 @@ class TestPredict:
 
     def test_predictions_are_those_of_the_library(self, cmcl, trained, images):
         code, out, _ = cmcl("predict", trained, *images, "--json")
-        found = json.loads(out)
+        found = lines_of(out)
         expected = package.load(trained / "ensemble").predict(
             package.data.load("digits", split="test").images[:2]
         )
@@ -418,9 +425,11 @@ class TestPredict:
 
     def test_a_photo_stored_on_its_side_has_the_size_that_is_seen(self, cmcl, trained, tmp_path, monkeypatch):
         monkeypatch.setitem(DATASETS, "digits", replace(DATASETS["digits"], shape=(1, 16, 4)))
-        monkeypatch.setattr(
-            "cmcl.cli.inference._predict", lambda _, pixels, *__: dict.fromkeys(pixels, "found")
-        )
+
+        def predict(_, batch, *__):
+            return [{"error": found} if isinstance(found, str) else {} for _, found in batch]
+
+        monkeypatch.setattr("cmcl.cli.inference._predict", predict)
         exif = Image.Exif()
         for orientation, code in ((6, 0), (1, 1)):
             exif[0x0112] = orientation
@@ -436,7 +445,7 @@ class TestPredict:
         for path in (inside / "b.png", inside / "a.png", inside / "deeper" / "c.png"):
             shutil.copy(images[1], path)
         (inside / "notes.txt").touch()
-        found = json.loads(cmcl("predict", trained, images[0], inside, images[0], "--json")[1])
+        found = lines_of(cmcl("predict", trained, images[0], inside, images[0], "--json")[1])
         paths = (images[0], inside / "a.png", inside / "b.png", images[0])
         assert [one["image"] for one in found] == [str(path) for path in paths]
 
@@ -444,9 +453,9 @@ class TestPredict:
         (tmp_path / "cut.png").write_bytes(images[0].read_bytes()[:60])
         Image.new("L", (9, 8)).save(tmp_path / "wide.png")
         given = (images[0], tmp_path / "cut.png", tmp_path / "wide.png", images[1])
-        alone = json.loads(cmcl("predict", trained, *images, "--json")[1])
+        alone = lines_of(cmcl("predict", trained, *images, "--json")[1])
         code, out, err = cmcl("predict", trained, *given, "--json")
-        first, cut, wide, last = json.loads(out)
+        first, cut, wide, last = lines_of(out)
         assert (code, err) == (1, "")
         assert [first, last] == alone
         assert set(cut) == set(wide) == {"image", "error"}
@@ -461,8 +470,8 @@ class TestPredict:
             (tmp_path / f"{i}.png").write_text("hello")
         code, out, err = cmcl("predict", trained, tmp_path, "--json")
         assert (code, err) == (1, "")
-        assert [Path(one["image"]).name for one in json.loads(out)] == ["0.png", "1.png", "2.png"]
-        assert all("is not an image" in one["error"] for one in json.loads(out))
+        assert [Path(one["image"]).name for one in lines_of(out)] == ["0.png", "1.png", "2.png"]
+        assert all("is not an image" in one["error"] for one in lines_of(out))
         code, out, err = cmcl("predict", trained, tmp_path)
         assert (code, out, err.count("\n")) == (1, "", 3)
 
@@ -473,22 +482,129 @@ class TestPredict:
         folder = run_folder(tmp_path, "tiny", tiny, 0)
         Image.new("RGB", (40, 24), "red").save(tmp_path / "any.png")
         Image.new("RGB", (24, 40)).save(tmp_path / "other.png")
-        (found,) = json.loads(cmcl("predict", folder, tmp_path / "any.png", "--json")[1])
+        found = json.loads(cmcl("predict", folder, tmp_path / "any.png", "--json")[1])
         parts = found["prediction"]["percent_of_pixels"]
         assert parts == found["members"][found["chosen"]]["percent_of_pixels"]
         assert list(parts) == ["background", "foreground"]
         assert sum(parts.values()) == pytest.approx(100)
         assert "probs" not in found
-        code, out, err = cmcl("predict", folder, tmp_path / "any.png", tmp_path / "other.png")
-        assert code == 1
-        assert "background" in out
-        assert "other.png must be 24 x 40 pixels (height x width). Got 40 x 24." in err
+        code, out, _ = cmcl("predict", folder, tmp_path / "any.png", tmp_path / "other.png", "--json")
+        assert code == 0
+        assert lines_of(out)[0] == found, "images of two sizes are two batches"
         counts = {"examples": 1000, "predicted": 500, "errors": 1, "bound": 0.009}
         made = Threshold(value=0.25, score="confidence", risk=0.01, confidence=0.95, **counts)
         (tmp_path / "t.json").write_text(json.dumps(made.to_json()))
         code, _, err = cmcl("predict", folder, tmp_path / "any.png", "--threshold", tmp_path / "t.json")
         assert code == 2
         assert "Got a class per pixel" in err
+
+
+class TestManyFiles:
+    """Read ahead by other processes, predicted batch by batch, printed as they come."""
+
+    @pytest.fixture
+    def images(self, tmp_path):
+        return TestPredict.images.__wrapped__(self, tmp_path)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_list_of_files(self, cmcl, trained, images, tmp_path, monkeypatch, workers):
+        """Damaged ones among several batches; the order is that of the list."""
+        monkeypatch.setattr("cmcl.cli.inference.BATCH", 7)
+        (tmp_path / "cut.png").write_bytes(images[0].read_bytes()[:60])
+        one, two = (lines_of(cmcl("predict", trained, image, "--json")[1])[0] for image in images)
+        given = [images[0], tmp_path / "cut.png", images[1], tmp_path / "none.png", images[0]] * 6
+        (tmp_path / "list.txt").write_text("".join(f"{path}\n" for path in given) + "\n")
+        words = ("predict", trained, "--from", tmp_path / "list.txt", "--workers", workers)
+        code, out, err = cmcl(*words, "--json")
+        assert (code, err) == (1, "")
+        found = lines_of(out)
+        assert [Path(row["image"]) for row in found] == given
+        assert found[0::5] == found[4::5] == [one] * 6
+        assert found[2::5] == [two] * 6
+        assert all("cut.png is damaged" in row["error"] for row in found[1::5])
+        assert all("none.png must exist" in row["error"] for row in found[3::5])
+        code, out, err = cmcl(*words)
+        assert (code, err.count("\n")) == (1, 12)
+        assert out.count("ensemble ") == 18
+
+    def test_from_stdin(self, cmcl, trained, images, monkeypatch):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{images[0]}\n"))
+        assert (
+            cmcl("predict", trained, "--from", "-", "--json")[:2]
+            == cmcl("predict", trained, images[0], "--json")[:2]
+        )
+
+    def test_a_slice_of_a_list_for_each_task(self, trained, images, tmp_path):
+        """As the documents show it for an array of jobs: no file is lost, none predicted twice."""
+        (tmp_path / "files.txt").write_text("".join(f"{path}\n" for path in images * 4 + images[:1]))
+        command = (
+            f"split -n r/$((TASK + 1))/$COUNT {tmp_path}/files.txt | "
+            f"{sys.executable} -m cmcl predict {trained} --from - --json > {tmp_path}/predictions-$TASK.jsonl"
+        )
+        for task in range(2):
+            environment = os.environ | {"TASK": str(task), "COUNT": "2"}
+            subprocess.run(["sh", "-c", command], check=True, env=environment)
+        rows = [lines_of(path.read_text()) for path in sorted(tmp_path.glob("predictions-*.jsonl"))]
+        assert [len(part) for part in rows] == [5, 4]
+        assert sorted(row["image"] for part in rows for row in part) == sorted(
+            [*map(str, images * 4), str(images[0])]
+        )
+
+    @pytest.mark.parametrize("words", [[], ["x.png", "--from", "y"]])
+    def test_nothing_or_both(self, cmcl, trained, images, words, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "x.png").touch()
+        assert "name IMAGES, or a list of them with --from" in cmcl("predict", trained, *words)[2]
+
+    def test_memory_does_not_grow_with_the_number_of_files(self, images):
+        """What is read of 600 and of 6,000 files; holding all of these would take 74 MB."""
+        from cmcl.cli.inference import _batches
+        from cmcl.data.images import ImageReader, read_many
+
+        def peak(count):
+            tracemalloc.start()
+            reader = ImageReader("RGB", size=(64, 64))  # 12 kB each
+            paths = (Path(str(images[i % 2])) for i in range(count))
+            seen = sum(len(batch) for batch in _batches(read_many(reader, paths, 0), any_size=False))
+            assert seen == count
+            found = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            return found
+
+        peak(20)
+        one_batch, many = peak(600), peak(6000)
+        assert many < 1.2 * one_batch + 2**20
+        assert one_batch > 250 * 64 * 64 * 3, "what is measured holds a batch"
+
+    @pytest.mark.slow
+    def test_the_command_holds_neither_images_nor_rows(self, trained, images, tmp_path):
+        """Peak memory of the process. The 5,000 more rows take about 20 MB."""
+        code = (
+            "import atexit, resource, sys\n"
+            "peak = lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
+            "atexit.register(peak)\n"
+            "from cmcl import cli\n"
+            "cli.main()\n"
+        )
+
+        def peak(count):
+            (tmp_path / "files.txt").write_text(f"{images[0]}\n" * count)
+            words = ["predict", trained, "--from", tmp_path / "files.txt", "--json", "--workers", "0", *CPU]
+            command = [sys.executable, "-c", code, *map(str, words)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            assert done.stdout.count("\n") == count
+            return int(done.stderr.split()[-1]) / 1024  # MB
+
+        peak(10)
+        assert peak(6000) - peak(1000) < 8
+
+    def test_large_images_make_small_batches(self):
+        from cmcl.cli.inference import PIXELS, _batches
+
+        image = np.zeros((3, 1024, 1024), np.uint8)
+        sizes = [len(batch) for batch in _batches([(Path("x"), image)] * 20, any_size=True)]
+        assert sizes == [6, 6, 6, 2]
+        assert PIXELS == 2**24
 
 
 class TestThreshold:
@@ -513,8 +629,8 @@ class TestThreshold:
         above = [score > min(scores) for score in scores]
         code, out, err = cmcl("predict", trained, *images, "--threshold", path, "--json")
         assert (code, err) == (0, "")
-        assert [one["score"] for one in json.loads(out)] == pytest.approx(scores, abs=1e-6)
-        assert [one["abstained"] for one in json.loads(out)] == above
+        assert [one["score"] for one in lines_of(out)] == pytest.approx(scores, abs=1e-6)
+        assert [one["abstained"] for one in lines_of(out)] == above
         lines = cmcl("predict", trained, *images, "--threshold", path)[1].splitlines()
         assert [line.endswith("  abstains") for line in lines if "ensemble" in line] == above
         printed = tmp_path / "printed.json"  # as `cmcl calibrate --json > printed.json` leaves it
@@ -549,7 +665,7 @@ class TestThreshold:
         assert package.load(trained).temperature == temperature != 1
         assert files == {path: path.read_bytes() for path in files}
         after = cmcl("predict", trained, *images, "--json")[1]
-        for old, new in zip(json.loads(before), json.loads(after), strict=True):
+        for old, new in zip(lines_of(before), lines_of(after), strict=True):
             powers = np.array(old["probs"]) ** (1 / temperature)
             assert new["probs"] == pytest.approx(powers / powers.sum(), abs=1e-3)
             assert old["members"] == new["members"]
@@ -587,7 +703,7 @@ class TestThreshold:
         assert "abstain on every image" in err
         code, out, err = cmcl("predict", trained, *images, "--threshold", path, "--json")
         assert code == 0
-        assert all(one["abstained"] for one in json.loads(out))
+        assert all(one["abstained"] for one in lines_of(out))
         assert "10 calibration examples" in err
 
     def test_a_very_small_risk(self, cmcl, trained):

@@ -1,70 +1,33 @@
-"""Successive halving keeps the right ones, and `tune` chooses by held-out data alone."""
+"""Optuna's pruner keeps the right ones, and `tune` chooses by held-out data alone."""
 
 import json
-import math
 import shlex
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cmcl
 from cmcl.report.load import load
-from cmcl.reproduction import recipes, runner, tuning
-from cmcl.reproduction.tuning import shortened, successive_halving, tune
+from cmcl.reproduction import recipes, runner
 
+optuna = pytest.importorskip("optuna")
+tuning = pytest.importorskip("cmcl.reproduction.tuning")
+fractions, shortened, tune = tuning.fractions, tuning.shortened, tuning.tune
 needs_altair = pytest.mark.skipif(
     not (find_spec("altair") and find_spec("vl_convert")), reason="needs altair and vl-convert-python"
 )
 BASE = cmcl.Recipe(epochs=9, members=5)
 
 
-def candidates(n):
-    return {f"c{i}": replace(BASE, beta=1 + i) for i in range(n)}
-
-
-def test_halving_by_hand():
-    """Nine, then the best three, then one; three times as long each. The candidate's error is its beta."""
-    calls = []
-
-    def score(name, recipe):
-        calls.append((name, recipe.epochs))
-        return 10 - recipe.beta
-
-    rungs = successive_halving(candidates(9), score)
-    assert [rung.fraction for rung in rungs] == [1 / 9, 1 / 3, 1]
-    assert [len(rung.errors) for rung in rungs] == [9, 3, 1]
-    assert rungs[0].kept == ["c8", "c7", "c6"]
-    assert rungs[-1].kept == ["c8"]
-    assert calls[9:] == [("c8", 3), ("c7", 3), ("c6", 3), ("c8", 9)]
-
-
-def test_a_late_bloomer_can_win_if_it_survives():
-    """The choice is made by the last round, not by the first."""
-    rungs = successive_halving(candidates(9), lambda name, recipe: abs(recipe.beta - recipe.epochs))
-    assert rungs[0].kept == ["c0", "c1", "c2"]  # after 1 epoch, beta 1 is best
-    assert rungs[1].kept == ["c2"]  # after 3, beta 3
-    assert successive_halving(candidates(4), lambda *_: 7.0, eta=2)[-1].kept == ["c0"], "ties go to the first"
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 40), st.integers(2, 5), st.randoms())
-def test_the_best_wins_if_errors_do_not_depend_on_the_length(n, eta, random):
-    errors = {f"c{i}": random.random() for i in range(n)}
-    lengths = []
-
-    def score(name, recipe):
-        lengths.append(recipe.epochs)
-        return errors[name]
-
-    rungs = successive_halving(candidates(n), score, eta=eta)
-    assert rungs[-1].kept == [min(errors, key=errors.get)]
-    assert rungs[-1].fraction == 1
-    assert len(rungs) == next(k for k in range(9) if eta ** (k + 1) > n) + 1
-    assert sum(lengths) <= 9 * (math.log(n, eta) + 2) * eta, "a round costs little more than eta full runs"
+def test_fractions_by_hand():
+    """Powers of eta up to the number of candidates: one candidate of a round goes to the next."""
+    assert fractions(9, 3) == [1 / 9, 1 / 3, 1]
+    assert fractions(8, 3) == fractions(3, 3) == [1 / 3, 1]
+    assert fractions(9, 2) == fractions(8, 2) == [1 / 8, 1 / 4, 1 / 2, 1]
+    assert fractions(1, 3) == fractions(8, 9) == [1], "all in full"
 
 
 def test_shortening_keeps_the_schedule_in_proportion():
@@ -87,21 +50,114 @@ def tiny(monkeypatch):
     return {"name": "tiny", "betas": [0.25, 0.5, 1.0], "overlaps": [1], "options": cmcl.Options(quiet=True)}
 
 
+def told(monkeypatch, errors):
+    """Candidates whose held-out error is known by their beta; the calls (candidate, epochs)."""
+    calls = []
+
+    def held_out(name, recipe, seeds, shared):
+        calls.append((name, recipe.epochs))
+        error = errors[recipe.beta]
+        if isinstance(error, BaseException):
+            errors[recipe.beta] = 70.0
+            raise error
+        return error
+
+    monkeypatch.setattr(tuning, "_held_out", held_out)
+    return calls
+
+
+def test_the_pruner_by_hand(tiny, tmp_path, monkeypatch):
+    """Eta 3: the first goes on, and then who is among the best third of those so far (or the best of two)."""
+    errors = dict(zip((1.0, 2.0, 3.0, 4.0, 5.0, 6.0), (50.0, 60.0, 40.0, 45.0, 30.0, 44.0), strict=True))
+    calls = told(monkeypatch, errors)
+    result = tune(**tiny | {"betas": list(errors)}, out=tmp_path)
+    short, full = 0.6 * (1 / 3), 0.6
+    assert [(name.removeprefix("tiny-beta")[0], epochs) for name, epochs in calls] == [
+        *(("1", short), ("1", full), ("2", short), ("3", short), ("3", full), ("4", short)),
+        *(("5", short), ("5", full), ("6", short)),
+    ]
+    assert (result["beta"], result["held_out"]) == (5.0, 30.0)
+    first, last = result["rungs"]
+    assert [row["beta"] for row in first["rows"]] == list(errors)
+    assert [row["beta"] for row in first["rows"] if row["kept"]] == [1, 3, 5]
+    assert [(row["beta"], row["kept"]) for row in last["rows"]] == [(1, False), (3, False), (5, True)]
+    study = optuna.load_study(study_name=result["study"], storage=f"sqlite:///{tmp_path}/tuning-tiny.db")
+    assert [trial.params for trial in study.trials] == [{"beta": b, "overlap": 1} for b in errors]
+    assert study.best_value == 30.0
+
+
+def test_ties_go_to_the_first(tiny, tmp_path, monkeypatch):
+    told(monkeypatch, dict.fromkeys((1.0, 0.5, 2.0), 50.0))
+    assert tune(**tiny | {"betas": [1.0, 0.5, 2.0], "eta": 9}, out=tmp_path)["beta"] == 1.0
+
+
+def test_one_that_diverges_is_not_chosen(tiny, tmp_path, monkeypatch):
+    told(monkeypatch, {1.0: cmcl.Diverged("loss is NaN"), 2.0: 60.0})
+    assert tune(**tiny | {"betas": [1.0, 2.0]}, out=tmp_path)["beta"] == 2.0
+    told(monkeypatch, {3.0: cmcl.Diverged("loss is NaN")})
+    with pytest.raises(ValueError, match="Got none: all diverged. Lower lr."):
+        tune(**tiny | {"betas": [3.0]}, out=tmp_path)
+
+
+@pytest.mark.parametrize("stop", [cmcl.Interrupted(3, 9, "SIGTERM"), KeyboardInterrupt()])
+def test_an_interrupted_candidate_is_trained_when_the_search_resumes(tiny, tmp_path, monkeypatch, stop):
+    calls = told(monkeypatch, {1.0: 60.0, 2.0: stop, 4.0: 80.0})
+    changed = tiny | {"betas": [1.0, 2.0, 4.0], "eta": 5}
+    with pytest.raises(type(stop)):
+        tune(**changed, out=tmp_path)
+    assert tune(**changed, out=tmp_path)["beta"] == 1.0
+    assert [name.removeprefix("tiny-beta")[0] for name, _ in calls] == ["1", "2", "4", "2"]
+    again = tune(**changed, out=tmp_path)
+    assert len(calls) == 4
+    assert [row["held_out"] for row in again["rungs"][0]["rows"]] == [60, 70, 80]
+
+
+def test_a_killed_workers_candidate_comes_back(tiny, tmp_path, monkeypatch):
+    """A trial that is running without a heartbeat, as SIGKILL leaves it; and one of a worker that lives."""
+    calls = told(monkeypatch, dict.fromkeys((1.0, 2.0), 60.0))
+    changed = tiny | {"betas": [1.0, 2.0], "eta": 5}
+    monkeypatch.setattr(tuning, "HEARTBEAT", 1)
+    monkeypatch.setattr(tuning, "GRACE", 3)
+    monkeypatch.setattr(tuning, "POLL", 0.2)
+    work = tuning._work
+
+    def killed(study, objective, say):
+        with pytest.warns(UserWarning, match="Heartbeat"):
+            trial = study.ask()
+        study._storage.record_heartbeat(trial._trial_id)
+        work(study, objective, say)
+
+    monkeypatch.setattr(tuning, "_work", killed)
+    lines = []
+    assert tune(**changed, out=tmp_path, say=lines.append)["beta"] == 1.0
+    assert [name.removeprefix("tiny-beta")[0] for name, _ in calls] == ["2", "1"]
+    assert "waiting for other workers, or for 3 s if they were killed: tiny-beta1-k1" in lines
+
+
+def test_another_search_is_another_study(tiny, tmp_path, monkeypatch):
+    told(monkeypatch, {1.0: 60.0, 2.0: 50.0})
+    one = tune(**tiny | {"betas": [1.0]}, out=tmp_path)
+    two = tune(**tiny | {"betas": [1.0, 2.0]}, out=tmp_path)
+    assert one["study"] != two["study"]
+    assert (one["beta"], two["beta"]) == (1.0, 2.0)
+
+
 def test_tuning_digits(tiny, tmp_path, monkeypatch):
     lines = []
     result = tune(**tiny, out=tmp_path, say=lines.append)
-    assert len(lines) == 3 + 1
     assert [rung["fraction"] for rung in result["rungs"]] == [pytest.approx(1 / 3), 1]
     first, last = (rung["rows"] for rung in result["rungs"])
-    (kept,) = [row for row in first if row["kept"]]
-    assert kept["held_out"] == min(row["held_out"] for row in first)
-    assert result["chosen"] == kept["name"] == last[0]["name"]
-    assert result["held_out"] == last[0]["held_out"]
+    assert len(lines) == len(first) + len(last)
+    assert len(first) == 3
+    assert [row["name"] for row in first if row["kept"]] == [row["name"] for row in last]
+    (chosen,) = [row for row in last if row["kept"]]
+    assert chosen["held_out"] == min(row["held_out"] for row in last) == result["held_out"]
+    assert result["chosen"] == chosen["name"]
     assert json.loads((Path(result["runs"][0]) / "record.json").read_text())["name"] == result["chosen"]
     assert json.loads((tmp_path / "tuning-tiny.json").read_text()) == result
 
     folders = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/record.json")}
-    assert len(folders) == 4
+    assert len(folders) == 3 + len(last)
     tested = [record for record in folders.values() if record["full_test"]]
     assert [record["name"] for record in tested] == [result["chosen"]], "one look at the test set"
     assert result["test"] == tested[0]["errors"]["expected"]["top1"]
@@ -109,7 +165,7 @@ def test_tuning_digits(tiny, tmp_path, monkeypatch):
 
     shown = load([tmp_path])
     assert [run.name for run in shown.runs] == [result["chosen"]]
-    assert shown.excluded == 3
+    assert shown.excluded == len(folders) - 1
 
     fits = []
     fit = runner.fit
@@ -153,12 +209,12 @@ def test_a_recipe_changed_and_what_to_do_next(tiny, tmp_path, cmcl, monkeypatch)
 def test_fewer_members_than_the_recipes_own_overlap(cmcl, tmp_path, monkeypatch):
     """K is searched, so the recipe's own is in nobody's way."""
 
-    def halve(candidates, *_, **__):
-        raise ValueError({recipe.overlap for recipe in candidates.values()})
+    def study(name, url, eta, lock):
+        raise ValueError(name)
 
-    monkeypatch.setattr(tuning, "successive_halving", halve)
+    monkeypatch.setattr(tuning, "_study", study)
     assert recipes.find("digits-cmcl").overlap > 2
-    assert tune_command(cmcl, tmp_path, "members=2")[2] == "cmcl: {2}\n"
+    assert tune_command(cmcl, tmp_path, "members=2")[2].startswith("cmcl: digits-cmcl-members2-")
 
 
 def tune_command(cmcl, out, *settings):
@@ -203,26 +259,20 @@ def test_a_figure_that_cannot_be_drawn_raises_before_the_search(name, tmp_path, 
     assert name in err
 
 
+def test_without_optuna(tmp_path, cmcl, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, "cmcl.reproduction.tuning")
+    monkeypatch.delattr("cmcl.reproduction.tuning")
+    code, _, err = tune_command(cmcl, tmp_path)
+    message = "this needs optuna. Install it with: pip install 'confident-mcl[tune]'."
+    assert (code, err) == (2, f"cmcl: {message}\n")
+
+
 def test_a_figure_without_altair_raises_before_the_search(tmp_path, cmcl, monkeypatch, without_altair):
     monkeypatch.setattr(tuning, "tune", pytest.fail)
     code, _, err = cmcl("tune", "digits-cmcl", "--plot", tmp_path / "tuning.svg")
     assert code == 2
     assert "pip install 'confident-mcl[report]'" in err
-
-
-@pytest.mark.parametrize(
-    ("count", "eta", "share"), [(8, 2, 1 / 8), (8, 3, 1 / 3), (9, 3, 1 / 9), (9, 2, 1 / 8)]
-)
-def test_the_first_rung(count, eta, share):
-    """The power of eta up to the number of candidates: eta 2 may begin shorter or longer than eta 3."""
-    few = candidates(count)
-
-    def score(name, recipe):
-        return recipe.beta
-
-    assert successive_halving(few, score, eta=eta)[0].fraction == share
-    (only,) = successive_halving(few, score, eta=count + 1)
-    assert (only.fraction, only.kept) == (1, ["c0"]), "all in full"
 
 
 @pytest.mark.parametrize(
@@ -240,5 +290,3 @@ def test_the_first_rung(count, eta, share):
 def test_errors(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         tune(**{"name": "digits-cmcl", "out": tmp_path} | change)
-    with pytest.raises(ValueError, match="at least one recipe. Got none."):
-        successive_halving({}, lambda *_: 0.0)

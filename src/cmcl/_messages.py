@@ -3,7 +3,8 @@
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -28,6 +29,18 @@ def private_torch(path: str, instead: Any) -> Any:
 
         warn(f"torch {torch.__version__} has no {path}; cmcl works without it, with fewer checks or slower.")
         return instead
+
+
+@contextmanager
+def needing_extra(extra: str, *packages: str) -> Iterator[None]:
+    """Say how to install an extra of this package, where the block imports one of its packages in vain."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name not in packages:
+            raise
+        hint = f"Install it with: pip install 'confident-mcl[{extra}]'"
+        raise ImportError(f"this needs {error.name}. {hint}.", name=error.name) from error
 
 
 def progress_bar(parts: Sequence[Part], title: str) -> Iterable[Part]:

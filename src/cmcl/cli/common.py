@@ -155,11 +155,12 @@ def check_device(name: str) -> str:
     return str(usable(find_device(Options(device=name).device)))
 
 
-def run_options(device: str, precision: str, **more: Any) -> "Options":
-    """The `Options` of a run."""
+def run_options(device: str, precision: str, *, here: bool = True, **more: Any) -> "Options":
+    """The `Options` of a run; the device is checked if the run is carried out `here`."""
     from ..training import Options
 
-    return Options(device=check_device(device), precision=precision, **more)  # type: ignore[arg-type]
+    found = check_device(device) if here else device
+    return Options(device=found, precision=precision, **more)  # type: ignore[arg-type]
 
 
 @contextmanager

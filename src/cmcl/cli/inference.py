@@ -4,6 +4,10 @@ M members, N images, C classes.
 """
 
 import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..calibration import Threshold
     from ..data.dataset import Dataset
-    from ..data.images import Pixels
+    from ..data.images import ImageReader, Read
     from ..ensemble import Ensemble, Prediction
 
 COLUMNS = {  # metric -> its column
@@ -37,6 +41,7 @@ COLUMNS = {  # metric -> its column
 }
 SUFFIXES = {".onnx": "onnx", ".pt2": "torch"}  # of an exported file -> its format
 BATCH = 250
+PIXELS = 2**24  # values of the images in a batch of `cmcl predict`, about
 
 
 def evaluate(
@@ -309,7 +314,15 @@ def _example(path: Path | None, saved: Saved, root: Path | None, count: int) -> 
 
 def predict(
     run: common.Run,
-    images: Annotated[list[Path], Argument(metavar="IMAGE", help="Image files, or folders of them.")],
+    images: Annotated[
+        list[Path] | None, Argument(metavar="IMAGE", help="Image files, or folders of them.")
+    ] = None,
+    listed: Annotated[
+        Path | None, Option("--from", metavar="FILE", help="File with a path in each line; - for stdin.")
+    ] = None,
+    workers: Annotated[
+        int | None, Option(min=0, help="Processes that read files. Default: up to 4, if there are many.")
+    ] = None,
     root: common.Root = None,
     resize: Annotated[bool, Option("--resize", help="Resize images to the ensemble's size.")] = False,
     threshold: Annotated[
@@ -318,28 +331,39 @@ def predict(
     network: common.OwnNetwork = None,
     logits: common.OwnLogits = None,
     device: common.Device = "auto",
-    as_json: common.AsJson = False,
+    as_json: Annotated[bool, Option("--json", help="Print a line of JSON for each image.")] = False,
 ) -> None:
     """Predict the classes of image files.
 
     Shows the predictions of the ensemble and of each member, with confidence and entropy, and the most
-    confident member.
+    confident member. Reads files and prints rows batch by batch, so memory does not limit their number.
     """
-    paths, saved = _image_paths(images), find_saved(run)
+    from ..data.images import read_many
+
+    given = _image_paths(images or [])
+    if (listed is None) == (not given):
+        raise ValueError("name IMAGES, or a list of them with --from. Got both, or neither.")
+    saved = find_saved(run)
     abstain = None if threshold is None else _read_threshold(threshold, saved.folder)
     ensemble = saved.load(root=root, device=common.check_device(device), network=network, logits=logits)
-    pixels, failed = _read_images(paths, ensemble, saved.data, resize)
-    predicted = _predict(ensemble, pixels, run, abstain) if pixels else {}
-    if as_json:
-        common.print_json(
-            [predicted.get(path) or {"image": str(path), "error": failed[path]} for path in paths]
-        )
-    else:
-        _print_predictions(list(predicted.values()))
-        for reason in failed.values():
-            common.note(reason)
+    if workers is None:
+        workers = min(4, os.cpu_count() or 1) if listed is not None or len(given) > BATCH else 0
+    failed = False
+    with nullcontext(given) if listed is None else _lines(listed) as paths:
+        found = read_many(_reader(ensemble, saved.data, resize), paths, workers)
+        for batch in _batches(found, any_size=_is_dense(ensemble)):
+            rows = _predict(ensemble, batch, run, abstain)
+            failed |= any("error" in row for row in rows)
+            _print_lines(rows) if as_json else _print_predictions(rows)
     if failed:
         raise typer.Exit(common.FAILED)
+
+
+@contextmanager
+def _lines(file: Path) -> Iterator[Iterator[Path]]:
+    """The paths in a file, one at a time."""
+    with nullcontext(sys.stdin) if str(file) == "-" else file.open(encoding="utf-8") as lines:
+        yield (Path(line.rstrip("\n")) for line in lines if line.strip())
 
 
 def _image_paths(given: list[Path]) -> list[Path]:
@@ -376,42 +400,46 @@ def _read_threshold(path: Path, folder: Path) -> "Threshold":
     return threshold
 
 
-def _read_images(
-    paths: list[Path], ensemble: "Ensemble", data: str | None, resize: bool
-) -> tuple[dict[Path, "Pixels"], dict[Path, str]]:
-    """The images (C, H, W), all of one size, and the reasons why others cannot be used."""
-    from ..data.images import outcomes, read_image, stored_size
-    from ..networks import BUILDERS
+def _reader(ensemble: "Ensemble", data: str | None, resize: bool) -> "ImageReader":
+    """Reads images as the ensemble takes them."""
+    from ..data.images import ImageReader
 
     channels, size = _image_shape(ensemble, data)
     if resize and size is None:
         raise ValueError(
             "--resize must know a size, and this ensemble records none. Resize the images yourself."
         )
+    needed = None if resize or _is_dense(ensemble) else size
+    return ImageReader("L" if channels == 1 else "RGB", size if resize else None, needed)
+
+
+def _is_dense(ensemble: "Ensemble") -> bool:
+    """Whether it is one of our networks that predict a class per pixel, of images of any size."""
+    from ..networks import BUILDERS
+
     network = BUILDERS.get(getattr(ensemble.members[0], "name", ""))
-    needed = None if resize or (network and network.dense) else size  # dense: any size
-
-    def read(path: Path) -> "Pixels":
-        stored = stored_size(path)
-        if needed and sorted(stored) != sorted(needed):  # sorted: a photo may be stored on its side
-            raise _wrong_size(path, stored, needed)  # before its pixels, which may fill the memory, are read
-        array = read_image(path, size if resize else None, "L" if channels == 1 else "RGB")
-        if needed and array.shape[1:] != needed:
-            raise _wrong_size(path, array.shape[1:], needed)
-        return array
-
-    found = dict(zip(paths, outcomes(read, paths), strict=True))
-    failed = {path: str(one) for path, one in found.items() if isinstance(one, Exception)}
-    pixels = {path: one for path, one in found.items() if not isinstance(one, Exception)}
-    first = next((array.shape[1:] for array in pixels.values()), ())
-    for path in [path for path, array in pixels.items() if array.shape[1:] != first]:  # one batch, one size
-        failed[path] = str(_wrong_size(path, pixels.pop(path).shape[1:], first))
-    return pixels, failed
+    return network is not None and network.dense
 
 
-def _wrong_size(path: Path, got: tuple[int, ...], needed: tuple[int, ...]) -> ValueError:
-    came, must = (" x ".join(map(str, size)) for size in (got, needed))
-    return ValueError(f"{path} must be {must} pixels (height x width). Got {came}. Pass --resize.")
+def _batches(found: "Iterable[Read]", *, any_size: bool) -> "Iterator[list[Read]]":
+    """Files in order. The images of a batch have one size; without `any_size`, those of all batches."""
+    from ..data.images import wrong_size
+
+    batch: list[Read] = []
+    size: tuple[int, ...] = ()  # of the images so far; with `any_size` of those in the batch
+    pixels = 0
+    for path, image in found:
+        if not isinstance(image, str) and size and image.shape != size and not any_size:
+            image = str(wrong_size(path, image.shape[1:], size[1:]))
+        shape = size if isinstance(image, str) else image.shape
+        if batch and (len(batch) == BATCH or pixels > PIXELS or (size and shape != size)):
+            yield batch
+            batch, pixels = [], 0
+        size = shape
+        pixels += 0 if isinstance(image, str) else image.size
+        batch.append((path, image))
+    if batch:
+        yield batch
 
 
 def _image_shape(ensemble: "Ensemble", data: str | None) -> tuple[int, tuple[int, int] | None]:
@@ -426,21 +454,26 @@ def _image_shape(ensemble: "Ensemble", data: str | None) -> tuple[int, tuple[int
 
 
 def _predict(
-    ensemble: "Ensemble", pixels: dict[Path, "Pixels"], run: Path, threshold: "Threshold | None"
-) -> dict[Path, dict[str, Any]]:
-    """The prediction for each image, as JSON values."""
+    ensemble: "Ensemble", batch: "Sequence[Read]", run: Path, threshold: "Threshold | None"
+) -> list[dict[str, Any]]:
+    """A row of JSON values for each file: its prediction, or what is wrong with it."""
     import numpy as np
     import torch
 
-    images = torch.from_numpy(np.stack(list(pixels.values())))  # (N, C, H, W)
-    height, width = images.shape[2:]
-    with common.input_errors(f"images must have the size that {run} was trained on. Got {height} x {width};"):
-        found = ensemble.predict(images, batch_size=BATCH)
-    names, count = ensemble.classes or (), found.probs.shape[1]
-    known = names if len(names) <= count else ()
-    classes = [*known, *(str(i) for i in range(len(known), count))]
-    extra = [{}] * len(pixels) if threshold is None else _abstentions(found.member_probs, threshold)
-    return {path: _row(path, found, i, classes) | extra[i] for i, path in enumerate(pixels)}
+    rows = {i: {"image": str(path), "error": e} for i, (path, e) in enumerate(batch) if isinstance(e, str)}
+    read = {i: image for i, (_, image) in enumerate(batch) if not isinstance(image, str)}
+    if read:
+        images = torch.from_numpy(np.stack(list(read.values())))  # (N, C, H, W)
+        height, width = images.shape[2:]
+        must = f"images must have the size that {run} was trained on. Got {height} x {width};"
+        with common.input_errors(must):
+            found = ensemble.predict(images, batch_size=BATCH)
+        names, count = ensemble.classes or (), found.probs.shape[1]
+        known = names if len(names) <= count else ()
+        classes = [*known, *(str(i) for i in range(len(known), count))]
+        extra = [{}] * len(read) if threshold is None else _abstentions(found.member_probs, threshold)
+        rows |= {i: _row(batch[i][0], found, n, classes) | extra[n] for n, i in enumerate(read)}
+    return [rows[i] for i in range(len(batch))]
 
 
 def _abstentions(member_probs: "Tensor", threshold: "Threshold") -> list[dict[str, Any]]:
@@ -477,9 +510,13 @@ def _top_class(probs: "Tensor", classes: list[str]) -> dict[str, Any]:
     return {"class": classes[int(index)], "index": int(index), "confidence": round(confidence.item(), 6)}
 
 
+def _print_lines(rows: list[dict[str, Any]]) -> None:
+    typer.echo("\n".join(json.dumps(row, allow_nan=False) for row in rows))
+
+
 def _print_predictions(predictions: list[dict[str, Any]]) -> None:
     rows: list[tuple[Any, ...]] = []
-    for found in predictions:
+    for found in (one for one in predictions if "error" not in one):
         mark = "abstains" if found.get("abstained") else ""
         rows.append((found["image"], "ensemble", *_words(found["prediction"]), None, mark))
         for m, member in enumerate(found["members"]):
@@ -487,6 +524,8 @@ def _print_predictions(predictions: list[dict[str, Any]]) -> None:
             rows.append(("", f"member {m}", *_words(member), f"{member['entropy']:.3f}", mark))
     if rows:
         common.print_table(("image", "model", "prediction", ">confidence", ">entropy", ""), rows)
+    for reason in (one["error"] for one in predictions if "error" in one):
+        common.note(reason)
 
 
 def _words(top: dict[str, Any]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from .._messages import needing_extra
 from . import common
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 WHAT = "table1, table2, table3, fig1, fig2, fig3, fig4 or all"
 SEARCH = "Try the paper's values of beta and K; choose on held-out data or on test data."
 SEARCHES = ("heldout", "test")
+LAUNCHERS = ("local", "slurm")
 FORMATS = {"html": "report.html", "md": "report.md", "svg": "figures", "png": "figures", "pdf": "figures"}
 SOURCES = ("results", "runs", "cmcl-demo")  # folders that `cmcl report` looks for
 
@@ -37,6 +39,13 @@ def reproduce(
     dry_run: Annotated[bool, Option("--dry-run", help="Only list the runs and their expected time.")] = False,
     status: Annotated[bool, Option("--status", help="Only list the paper's results and ours.")] = False,
     search: Annotated[str | None, Option(metavar="heldout|test", help=SEARCH)] = None,
+    launcher: Annotated[
+        str | None, Option(metavar="local|slurm", help="Start each run as a task of a scheduler.")
+    ] = None,
+    jobs: Annotated[int, Option(min=1, help="Number of tasks of --launcher at a time.")] = 1,
+    slurm: Annotated[
+        common.Pairs, Option(metavar="NAME=VALUE", help="Setting of sbatch, such as partition=gpu.")
+    ] = None,
     evaluate_every: common.EvaluateEvery = 0,
     save_every: common.SaveEvery = 60.0,
     device: common.Device = "auto",
@@ -47,7 +56,7 @@ def reproduce(
     """Train what is missing of the paper's tables and figures.
 
     A finished run is never repeated, and an interrupted one resumes: start the same command again, here or on
-    another machine that has the records.
+    another machine that has the records. With --launcher the command waits for its tasks.
     """
     if not what and not status:
         raise ValueError(f"name what to reproduce: {WHAT}. Got nothing.")
@@ -57,12 +66,16 @@ def reproduce(
         return
     searched = _search(chosen, search)
     wanted = [cell for several in searched.values() for cell in several] if search else chosen
+    common.check_choice("--launcher", launcher, LAUNCHERS)
+    if slurm and launcher != "slurm":
+        raise ValueError(f"--slurm must be used with --launcher slurm. Got {launcher}.")
     with common.stoppable():
         from ..reproduction.campaign import campaign, parse_budget, plan
 
         options = common.run_options(
             device,
             precision,
+            here=launcher is None,
             quiet=quiet or dry_run,
             evaluate_every=evaluate_every,
             checkpoint_seconds=save_every,
@@ -79,8 +92,15 @@ def reproduce(
         if not dry_run and plan(wanted, **how):  # where nothing is missing, nothing is written
             common.check_writable(out, "--out", folder=True)
             common.check_writable(results, "--results", folder=True)
-        how |= {"budget_seconds": seconds, "unfinished": unfinished, "dry_run": dry_run}
-        report = campaign(wanted, **how, say=(lambda line: None) if as_json else common.say)
+        how |= {"budget_seconds": seconds, "unfinished": unfinished}
+        how["say"] = (lambda line: None) if as_json else common.say
+        if launcher is None or dry_run:
+            report = campaign(wanted, **how, dry_run=dry_run)
+        else:
+            with needing_extra("slurm", "submitit"):
+                from ..reproduction.launch import launch
+            settings = common.parse_pairs(slurm, "--slurm")
+            report = launch(wanted, **how, launcher=launcher, parallel=jobs, settings=settings)
     if dry_run:
         _print_plan(report.jobs, as_json)
         return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer import Argument, Option
 
+from .._messages import needing_extra
 from ..data.registry import DATASETS
 from . import common
 
@@ -271,6 +272,9 @@ def tune(
     validation: Annotated[float, Option(help="Fraction of the training data to hold out.")] = 0.1,
     eta: Annotated[int, Option(min=2, help="Keep one of eta candidates, and train it eta times longer.")] = 3,
     seeds: Annotated[int, Option(min=1, help="Seeds over which a candidate's error is averaged.")] = 1,
+    storage: Annotated[
+        str | None, Option(metavar="URL", help="Optuna's database. Default: an SQLite file in --out.")
+    ] = None,
     plot: Annotated[
         Path | None, Option(metavar="FILE", help="Draw the search to an .svg, .png or .pdf.")
     ] = None,
@@ -281,11 +285,13 @@ def tune(
 ) -> None:
     """Choose beta and K on held-out data.
 
-    Successive halving: better candidates train longer. Only the chosen one is evaluated on test data. The
-    same command resumes an interrupted search.
+    An Optuna study: better candidates train longer. Only the chosen one is evaluated on test data. The same
+    command resumes an interrupted search; with one --storage and --out, several of them share it.
     """
     from .. import report
-    from ..reproduction.tuning import tune as search
+
+    with needing_extra("tune", "optuna"):
+        from ..reproduction.tuning import tune as search
 
     changes = common.parse_pairs(setting, "--set")
     if searched := [name for name in SEARCHED if name in changes]:
@@ -308,6 +314,7 @@ def tune(
             validation=validation,
             eta=eta,
             seeds=list(range(seeds)),
+            storage=storage,
             root=root,
             options=common.run_options(device, precision, quiet=True),
             say=(lambda line: None) if quiet else common.note,

@@ -3,9 +3,11 @@
 H x W pixels, C channels.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch.utils.data import DataLoader
 
 from .._files import open_binary
 from .dataset import IGNORE, Dataset
@@ -20,6 +23,8 @@ from .registry import FOREGROUND
 
 Pixels = NDArray[np.uint8]
 Size = tuple[int, int]  # (H, W)
+Read = tuple[Path, Pixels | str]  # a file, and its image or what is wrong with it
+AT_ONCE = 4  # files that a process of `read_many` reads before it hands them over
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -113,16 +118,6 @@ def stack(arrays: Sequence[Pixels]) -> torch.Tensor:
 
 def collect(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Read every item; one error names all that fail."""
-    found = outcomes(read, items)
-    problems = [str(outcome) for outcome in found if isinstance(outcome, Exception)]
-    if problems:
-        message = f"all images and masks must be readable. Got {len(problems)} that are not"
-        raise ValueError(f"{message}: {'; '.join(problems)}")
-    return found  # type: ignore[return-value]  # no exceptions are left in it
-
-
-def outcomes(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | Exception]:
-    """The result of every item, or the exception that it raised; read in parallel."""
 
     def attempt(item: Item) -> Result | Exception:
         try:
@@ -131,7 +126,48 @@ def outcomes(read: Callable[[Item], Result], items: Sequence[Item]) -> list[Resu
             return error
 
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(attempt, items))
+        found = list(pool.map(attempt, items))
+    problems = [str(outcome) for outcome in found if isinstance(outcome, Exception)]
+    if problems:
+        message = f"all images and masks must be readable. Got {len(problems)} that are not"
+        raise ValueError(f"{message}: {'; '.join(problems)}")
+    return found  # type: ignore[return-value]  # no exceptions are left in it
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads one file at a time, for `read_many`: [path] is the image (C, H, W), or what is wrong with it."""
+
+    mode: str  # of Pillow
+    size: Size | None = None  # to resize to
+    needed: Size | None = None  # that an image must have
+
+    def __getitem__(self, path: Path) -> Read:
+        try:
+            stored = stored_size(path)
+            if self.needed and sorted(stored) != sorted(self.needed):  # sorted: a photo may lie on its side
+                raise wrong_size(path, stored, self.needed)  # before its pixels, which may fill the memory
+            image = read_image(path, self.size, self.mode)
+            if self.needed and image.shape[1:] != self.needed:
+                raise wrong_size(path, image.shape[1:], self.needed)
+        except (ValueError, OSError) as error:
+            return path, str(error)
+        return path, image
+
+
+def read_many(reader: ImageReader, paths: Iterable[Path], workers: int) -> Iterator[Read]:
+    """The files one by one, in order, read ahead by that many processes; memory holds a few of them."""
+    todo = iter(paths)
+    parts: Any = iter(lambda: list(islice(todo, AT_ONCE)), [])
+    loader = DataLoader(reader, batch_sampler=parts, num_workers=workers, collate_fn=list)  # type: ignore[arg-type, var-annotated]
+    for part in loader:
+        yield from part
+
+
+def wrong_size(path: Path, got: tuple[int, ...], needed: tuple[int, ...]) -> ValueError:
+    """The error of an image of another size."""
+    came, must = (" x ".join(map(str, size)) for size in (got, needed))
+    return ValueError(f"{path} must be {must} pixels (height x width). Got {came}. Pass --resize.")
 
 
 def image_size(pair: Pair) -> Size:

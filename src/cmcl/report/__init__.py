@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .._files import replacing
+from .._messages import needing_extra
 
 FORMATS = ("html", "md", "svg", "png", "pdf")
 EXTRA = {"altair", "jinja2", "vl_convert"}  # Markdown needs none of them
@@ -36,10 +37,5 @@ def write(sources: Sequence[str | Path], out: str | Path, *, format: str = "html
 
 def extra(name: str) -> Any:
     """A module of this package that needs the extra `report`; raises `ImportError` with a hint."""
-    try:
+    with needing_extra("report", *EXTRA):
         return import_module(f"{__name__}.{name}")
-    except ImportError as error:
-        if error.name not in EXTRA:
-            raise
-        hint = "Install it with: pip install 'confident-mcl[report]'"
-        raise ImportError(f"the report needs {error.name}. {hint}.", name=error.name) from error

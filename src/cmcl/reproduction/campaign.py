@@ -63,6 +63,7 @@ class Report:
     late: list[Job] = field(default_factory=list)  # those that the time did not suffice for
     errors: dict[str, Exception] = field(default_factory=dict)  # of runs that failed, by label
     progressed: bool = False  # whether any run is further than before
+    stopped: str = ""  # what interrupted it: a signal, or "max_seconds"
 
     @property
     def left(self) -> dict[str, str]:
@@ -122,8 +123,8 @@ def campaign(
             (record,) = run(
                 job.name, (job.seed,), out=runs, results=results, root=root, cache=cache, options=how
             )
-        except Interrupted:
-            report.progressed = True
+        except Interrupted as stop:
+            report.progressed, report.stopped = True, stop.reason
             report.late.append(job)
             break
         except SKIPPED as error:

@@ -1,0 +1,146 @@
+"""A campaign whose runs are tasks of a scheduler: SLURM, or processes of this machine. Through submitit.
+
+The scheduler starts a task again that was preempted, and the run resumes from its checkpoint.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import submitit
+import torch
+from submitit.core.utils import UncompletedJobError
+
+from ..training import Options
+from .campaign import Job, Report, campaign, plan
+from .cells import Cell
+
+LOGS = "tasks"  # folder, beside the run folders, of what tasks print
+FOREVER = 10**7  # minutes; a local task has no time limit
+SLURM: dict[str, Any] = {
+    "job_name": "cmcl",
+    "time": 24 * 60,  # minutes, after which the task is requeued
+    "additional_parameters": {"requeue": True},  # after preemption, or if its node fails
+}
+REQUEUES = 1000  # after the time limit
+POLL = 0.5  # seconds between looks at the tasks
+
+
+@dataclass(frozen=True)
+class Task:
+    """A campaign of its own over one recipe and seed."""
+
+    cells: Sequence[Cell]
+    seed: int
+    how: Mapping[str, Any]
+
+    def __call__(self) -> Report:
+        """Train it; after a signal, exit without an outcome: the scheduler starts the task again."""
+        report = campaign(self.cells, seeds=(self.seed,), **self.how)
+        if report.stopped not in ("", "max_seconds"):
+            raise SystemExit(f"stopped by {report.stopped}; the run is saved")
+        return report
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """The same again: submitit requeues it before its time limit."""
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def launch(
+    cells: Sequence[Cell],
+    *,
+    launcher: str,
+    parallel: int,
+    settings: Mapping[str, Any] | None = None,
+    seeds: Sequence[int] = (0,),
+    results: str | Path,
+    runs: str | Path,
+    root: str | Path | None = None,
+    shard: tuple[int, int] = (1, 1),
+    options: Options | None = None,
+    say: Callable[[str], Any] = lambda line: None,
+    **how: Any,
+) -> Report:
+    """Train what is missing of these cells, each recipe and seed as a task, and wait for all of them.
+
+    Args:
+        cells, seeds, results, runs, root, shard, options, say: as for `campaign`.
+        launcher: "slurm": an array of jobs; the folders must be on a disk that all nodes see. "local":
+            processes of this machine, which take its GPUs in turn.
+        parallel: the number of tasks at a time.
+        settings: of sbatch, as submitit names them, such as partition, time, gpus_per_node and mem_gb.
+        how: the other arguments of `campaign`; `budget_seconds` is that of each task.
+    """
+    folders: dict[str, Any] = {"results": results, "runs": runs, "root": root, "options": options}
+    report = Report(plan(cells, seeds=seeds, shard=shard, **folders))
+    logs = Path(runs) / LOGS / time.strftime("%Y%m%d-%H%M%S")  # process ids are used again
+    executor = _executor(launcher, logs, parallel, settings or {})
+    todo = list(report.jobs)
+    running: dict[int, tuple[Job, submitit.Job[Report]]] = {}  # by slot
+    while todo or running:
+        slots = range(len(todo)) if launcher == "slurm" else range(parallel)
+        started = dict(zip((slot for slot in slots if slot not in running), todo, strict=False))
+        todo = todo[len(started) :]
+        tasks = {
+            slot: Task([cell for cell in cells if cell.name == job.name], job.seed, folders | how)
+            for slot, job in started.items()
+        }
+        for slot, task in _submit(executor, tasks, launcher).items():
+            running[slot] = started[slot], task
+            say(f"{started[slot].label}: task {task.job_id}, which writes {task.paths.stderr}")
+        for slot, (job, task) in list(running.items()):
+            if task.done():
+                del running[slot]
+                say(_take(report, job, task))
+        time.sleep(POLL)
+    return report
+
+
+def _executor(launcher: str, folder: Path, parallel: int, settings: Mapping[str, Any]) -> submitit.Executor:
+    if launcher == "local":
+        if settings:
+            raise ValueError(f"settings must be for slurm. Got {', '.join(settings)} for local.")
+        local = submitit.LocalExecutor(folder)
+        local.update_parameters(timeout_min=FOREVER)
+        return local
+    logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns where SLURM keeps no accounts
+    try:
+        slurm = submitit.SlurmExecutor(folder, max_num_timeout=REQUEUES)
+    except RuntimeError as error:
+        raise ValueError(f"launcher must be one that this machine has. Got slurm. {error}") from None
+    slurm.update_parameters(**SLURM | {"array_parallelism": parallel} | dict(settings))
+    return slurm
+
+
+def _submit(
+    executor: submitit.Executor, tasks: Mapping[int, Task], launcher: str
+) -> dict[int, submitit.Job[Report]]:
+    """The submitted tasks by slot: together, as one array; or one by one, each with its GPU."""
+    if launcher == "slurm":
+        return dict(zip(tasks, executor.submit_array(list(tasks.values())), strict=True)) if tasks else {}
+    named = [int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdecimal()]
+    gpus = named or list(range(torch.cuda.device_count()))
+    found = {}
+    for slot, task in tasks.items():
+        if gpus:
+            executor.update_parameters(gpus_per_node=1, visible_gpus=[gpus[slot % len(gpus)]])
+        found[slot] = executor.submit(task)
+    return found
+
+
+def _take(report: Report, job: Job, task: "submitit.Job[Report]") -> str:
+    """Add the outcome of a task to the report; a line about it."""
+    try:
+        found = task.result()
+    except UncompletedJobError:
+        found = Report([], errors={job.label: RuntimeError(f"its task ended early: see {task.paths.stderr}")})
+    report.records += found.records
+    report.late += found.late
+    report.errors |= found.errors
+    report.progressed |= found.progressed
+    seconds = sum(record.seconds for record in found.records)
+    return f"{job.label}: {found.left.get(job.label) or f'done in {seconds:.0f} s'}"

@@ -1,0 +1,150 @@
+"""Runs as tasks of a scheduler: what a task does after a signal, and processes of this machine. SLURM: cluster/."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cmcl
+from cmcl.reproduction import Cell, campaign
+from cmcl.reproduction.recipes import RECIPES
+from cmcl.reproduction.record import load_records
+from test_campaign import LONG, MCL, TINIES
+
+pytest.importorskip("submitit")
+launch = pytest.importorskip("cmcl.reproduction.launch")
+OPTIONS = cmcl.Options(device="cpu", quiet=True)
+
+
+@pytest.fixture
+def how(monkeypatch, tmp_path):
+    for name, recipe in TINIES.items():
+        monkeypatch.setitem(RECIPES, name, recipe)
+    return {"results": tmp_path / "results", "runs": tmp_path / "runs", "options": OPTIONS}
+
+
+def test_a_task_is_a_campaign_over_one_recipe_and_seed(how):
+    task = launch.Task([MCL], 3, how)
+    again = task.checkpoint()
+    report = pickle.loads(pickle.dumps(task))()  # noqa: S301
+    assert [(record.name, record.seed) for record in report.records] == [("tiny-mcl", 3)]
+    assert pickle.loads(pickle.dumps(report)).left == {}  # noqa: S301
+    assert again.function is task, "what submitit requeues before the time limit"
+    assert task().records == [], "it has its record"
+
+
+def test_a_task_without_time_left_says_so(how):
+    report = launch.Task([LONG], 0, how | {"budget_seconds": 0.01, "unfinished": True})()
+    assert report.left == {"tiny-long seed 0": "no time left"}
+    assert report.progressed
+
+
+def test_a_task_after_a_signal_exits_without_an_outcome(how, monkeypatch):
+    """So that the scheduler, which starts it again, does not take it for finished."""
+
+    def stop(*rest, **more):
+        raise cmcl.Interrupted(3, 9, "SIGTERM")
+
+    monkeypatch.setattr(campaign, "run", stop)
+    with pytest.raises(SystemExit, match="stopped by SIGTERM; the run is saved"):
+        launch.Task([MCL], 0, how)()
+
+
+def test_mistakes(how, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match="Got slurm. Could not detect"):
+        launch.launch([MCL], launcher="slurm", parallel=1, **how)
+    with pytest.raises(ValueError, match="settings must be for slurm. Got partition for local."):
+        launch.launch([MCL], launcher="local", parallel=1, settings={"partition": "gpu"}, **how)
+
+
+def test_mistakes_on_the_command_line(cmcl, monkeypatch, tmp_path):
+    assert (
+        "--slurm must be used with --launcher slurm. Got None."
+        in cmcl("reproduce", "fig1", "--slurm", "a=1")[2]
+    )
+    assert "--launcher must be one of local, slurm." in cmcl("reproduce", "fig1", "--launcher", "pbs")[2]
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    monkeypatch.delitem(sys.modules, "cmcl.reproduction.launch")
+    words = ("digits-single", "--launcher", "local", "--out", tmp_path / "runs", "--results", tmp_path / "r")
+    code, _, err = cmcl("reproduce", *words)
+    assert (code, err) == (
+        2,
+        "cmcl: this needs submitit. Install it with: pip install 'confident-mcl[slurm]'.\n",
+    )
+
+
+@pytest.mark.slow
+def test_processes_of_this_machine_one_of_which_is_killed(tmp_path):
+    """It is reported with its log; the others end; the same command resumes it."""
+    command = [sys.executable, "-m", "cmcl", "reproduce", "digits-ie", "--seeds", "3", "--device", "cpu"]
+    command += ["--launcher", "local", "--jobs", "2", "--save-every", "0.2", "--json"]
+    command += ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    victim = killed_at_a_checkpoint(tmp_path / "runs", process)
+    out, _ = process.communicate()
+    (label,) = json.loads(out)["left"]
+    assert process.returncode == 1
+    assert label == f"digits-ie seed {victim}"
+    assert "its task ended early: see " in json.loads(out)["left"][label]
+    assert len(json.loads(out)["done"]) == 2
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(again.stdout) == {
+        "done": [f for f in files(tmp_path) if f"seed{victim}" in f],
+        "left": {},
+    }
+    assert len(files(tmp_path)) == 3
+    (run,) = (tmp_path / "runs").glob(f"digits-ie--*--seed{victim}")
+    steps = [json.loads(line)["step"] for line in (run / "environment.jsonl").read_text().splitlines()]
+    assert steps[0] == 0
+    assert steps[1] > 0, "resumed"
+
+
+def files(folder):
+    return [record.file_name for record in load_records(folder / "results")]
+
+
+def killed_at_a_checkpoint(runs, process):
+    """The seed of a task whose process is killed once it has a checkpoint."""
+    while process.poll() is None:
+        for path in runs.glob("digits-ie--*/checkpoints/step-*"):
+            seed = path.parents[1].name[-1]
+            for one in Path("/proc").glob("[0-9]*"):
+                try:
+                    command = (one / "cmdline").read_bytes()
+                    held = [os.readlink(fd) for fd in (one / "fd").iterdir()]
+                except OSError:
+                    continue
+                if b"submitit" in command and str(path.parents[1] / ".lock") in held:
+                    os.kill(int(one.name), signal.SIGKILL)
+                    return seed
+        time.sleep(0.05)
+    raise AssertionError("no task had a checkpoint")
+
+
+def test_the_cells_of_a_task_are_those_of_its_recipe(how, monkeypatch):
+    """The figures that a recipe fills decide whether its record is complete."""
+    told = []
+    monkeypatch.setattr(
+        launch, "_submit", lambda executor, tasks, launcher: told.extend(tasks.values()) or {}
+    )
+    cells = [MCL, Cell("other/tiny-mcl", "tiny-mcl", ("other",)), LONG]
+
+    class Enough(Exception):
+        pass
+
+    def enough(seconds):
+        raise Enough
+
+    monkeypatch.setattr(launch.time, "sleep", enough)
+    with pytest.raises(Enough):
+        launch.launch(cells, launcher="local", parallel=5, seeds=(0, 1), **how)
+    found = [([cell.id for cell in task.cells], task.seed) for task in told]
+    mcl = ["test/tiny-mcl", "other/tiny-mcl"]
+    assert sorted(found) == sorted([(mcl, 0), (mcl, 1), (["test/tiny-long"], 0), (["test/tiny-long"], 1)])
