@@ -108,7 +108,7 @@ def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys)
     assert [command.split()[0] for command in commands] == ["predict", "evaluate", "export"]
     answers = [cmcl(*command.split(), "--json") for command in commands]
     assert [(code, err) for code, _, err in answers] == [(0, "")] * 3
-    said = json.loads(answers[0][1])[0]["prediction"]
+    said = json.loads(answers[0][1])["prediction"]
     expected = names["ensemble"].predict(test.images[:1]).probs
     assert said["confidence"] == pytest.approx(expected.max().item(), abs=1e-5)
     assert json.loads(answers[2][1])["input"] == "uint8 (batch, 1, 8, 8)"
