@@ -288,6 +288,28 @@ def test_tables(capsys, monkeypatch):
     assert len(lines) == 3
 
 
+def test_the_best_row_of_a_table_is_bold_on_a_terminal(capsys, monkeypatch):
+    rows = [("a", "2.50"), ("b", None), ("c", "2.40"), ("d", "10.00")]
+    common.print_table(("name", ">error %"), rows, best=1)
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    common.print_table(("name", ">error %"), rows, best=1)
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert ["\x1b[1m" in line for line in lines] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("ece", "start"), [(0.0, "no temperature: "), (4.9, "no temperature: "), (37.7, "ECE 37.7 %, ")]
+)
+def test_a_high_ece_is_explained_with_the_next_command(capsys, ece, start):
+    common.say_unscaled("runs/x", "digits", ece)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(start)
+    assert line.endswith("Fit one with: cmcl calibrate runs/x --data digits")
+
+
 def test_text_is_wrapped_to_the_terminal(capsys, monkeypatch):
     text = "word " * 20
     common.note(text)

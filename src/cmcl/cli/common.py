@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..training import Options
 
 FAILED, USAGE, TIME_OVER, STOPPED = 1, 2, 3, 130  # exit codes
+HIGH_ECE = 5.0  # percent
 FUNCTION = "MODULE:FUNCTION"
 SAME_COMMAND = "the same command resumes it"
 
@@ -200,10 +201,13 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(text, err=err)
 
 
-def say_unscaled(run: object, data: str | None) -> None:
-    """Print that the probabilities of a run are not scaled, and the command that fits a temperature."""
+def say_unscaled(run: object, data: str | None, ece: float = 0.0) -> None:
+    """Print in a line that a run is not scaled, what a high ECE comes from, and the command that fixes it."""
     command = shlex.join(["cmcl", "calibrate", str(run), *(["--data", data] if data else [])])
-    typer.echo(f"no temperature: probabilities are not scaled. Fit one with: {command}")
+    why = "no temperature: probabilities are not scaled."
+    if ece > HIGH_ECE:
+        why = f"ECE {ece:.1f} %, no temperature: the average with near-uniform members is underconfident."
+    typer.echo(f"{why} Fit one with: {command}")  # not wrapped, to be copied
 
 
 def print_json(value: Any) -> None:
@@ -211,10 +215,17 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str | None = None) -> None:
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    title: str | None = None,
+    best: int | None = None,
+) -> None:
     """Print a table. A column whose name begins with ">" holds numbers; None is shown as a dash.
 
-    On a terminal it fits the width: numbers stay whole, text folds, the first column only if it must.
+    On a terminal it fits the width: numbers stay whole, text folds, the first column only if it must; the row
+    with the lowest number in the column `best` is bold.
     """
     from rich.console import Console
     from rich.table import Table
@@ -229,8 +240,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title:
     for i, (head, number) in enumerate(zip(heads, right, strict=True)):
         whole = number or (i == 0 and needed <= console.width)
         table.add_column(head, justify="right" if number else "left", no_wrap=whole, overflow="fold")
-    for row in cells:
-        table.add_row(*row)
+    known = (
+        {} if best is None else {i: float(row[best]) for i, row in enumerate(rows) if row[best] is not None}
+    )
+    lowest = min(known, key=known.__getitem__) if len(known) > 1 else None
+    for i, row in enumerate(cells):
+        table.add_row(*row, style="bold" if i == lowest else None)
     with console.capture() as drawn:
         console.print(table)
     lines = [line.rstrip() for line in drawn.get().splitlines()]

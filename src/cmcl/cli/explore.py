@@ -73,7 +73,8 @@ def demo(
         (title, *(common.number(found[method][key]) for key in ("top1", "oracle", "ece", "scaled_ece")))
         for method, title in METHODS.items()
     ]
-    common.print_table(("method", ">top-1 error %", ">oracle error %", ">ECE %", ">scaled ECE %"), rows)
+    heads = ("method", ">top-1 error %", ">oracle error %", ">ECE %", ">scaled ECE %")
+    common.print_table(heads, rows, best=1)
     common.say("\nTop-1: the averaged prediction is wrong. Oracle: every member is wrong.")
     common.say(f"One seed on few test images is noisy: {MORE_SEEDS[segmentation]}.\n{ECE}")
     if found["report"] is not None:

@@ -235,8 +235,10 @@ def _show(done: "Sequence[tuple[Job, Record]]", as_json: bool) -> None:
         return
     for name in dict.fromkeys(row["name"] for row in rows):
         _print_runs([row for row in rows if row["name"] == name])
-    if unscaled := [job for job, record in done if "temperature" not in record.calibration]:
-        common.say_unscaled(unscaled[0].folder, unscaled[0].recipe.data)
+    if unscaled := [(job, record) for job, record in done if "temperature" not in record.calibration]:
+        job, record = max(unscaled, key=lambda pair: pair[1].calibration["ece"])
+        ece = record.calibration["ece"] if job.recipe.method == "cmcl" else 0.0
+        common.say_unscaled(job.folder, job.recipe.data, ece)
     for row in rows:
         typer.echo(row["run"])  # not wrapped, to be copied
 
@@ -326,9 +328,8 @@ def tune(
         return
     lengths = [rung["length"] for rung in result["rungs"]]
     title = f"{name}: held-out top-1 error in %, {validation:.0%} of the training set"
-    common.print_table(
-        (">beta", ">K", *(f">{length}" for length in lengths)), _candidates(result), title=title
-    )
+    heads = (">beta", ">K", *(f">{length}" for length in lengths))
+    common.print_table(heads, _candidates(result), title=title, best=len(heads) - 1)
     common.say(f"\nchosen: beta {result['beta']:g}, K {result['overlap']}; test error {result['test']:.2f} %")
     common.say(f"trained without the {validation:.0%} held out: {', '.join(result['runs'])}")
     given = {"--root": root, "--out": out, "--seeds": seeds, "--device": device, "--precision": precision}

@@ -70,12 +70,15 @@ class Progress:
 
     def _draw(self, bar: rich.progress.Progress, done: float, now: float) -> None:
         self._drawn = now
+        count = self._count(min(math.floor(done) + 1, self.epochs))  # the current one
+        left = self._left(done, now)
+        room = self._console.width - _bar_width(self._console) - len(count) - len(left) - 4
         bar.update(
             bar.task_ids[0],
             completed=done,
-            count=self._count(min(math.floor(done) + 1, self.epochs)),  # the current one
-            numbers=_describe(self._numbers),
-            left=self._left(done, now),
+            count=count,
+            numbers=_describe(self._numbers, room),
+            left=left,
             refresh=True,
         )
 
@@ -95,15 +98,22 @@ def _bar(console: Console) -> rich.progress.Progress:
     """A bar that is drawn on demand, without a thread that would compete with training."""
     return rich.progress.Progress(
         rich.progress.TextColumn("{task.fields[count]}"),
-        rich.progress.BarColumn(bar_width=20),
+        rich.progress.BarColumn(bar_width=_bar_width(console)),
         rich.progress.TextColumn("{task.fields[left]}"),
-        rich.progress.TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
+        rich.progress.TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
         console=console,
         auto_refresh=False,
         redirect_stdout=sys.stdout.isatty(),  # a file that results go to must not lose them to the terminal
     )
 
 
-def _describe(row: dict[str, Any]) -> str:
-    """The numbers of a row, as far as they are known."""
-    return ", ".join(form.format(row[key]) for key, form in FORMATS.items() if row.get(key) is not None)
+def _bar_width(console: Console) -> int:
+    return 20 if console.width > 110 else 8
+
+
+def _describe(row: dict[str, Any], room: float = math.inf) -> str:
+    """The numbers of a row, as far as they are known and fit into a line; the most important come first."""
+    parts = [form.format(row[key]) for key, form in FORMATS.items() if row.get(key) is not None]
+    while len(", ".join(parts)) > room and parts:
+        parts.pop()
+    return ", ".join(parts)
