@@ -66,7 +66,7 @@ def data_check(
 
 def _describe(report: dict[str, Any]) -> str:
     width = max(map(len, report["classes"]))
-    lines = [f"{report['set']}: " + ", ".join(f"{n:,} {split}" for split, n in report["counts"].items())]
+    lines = [f"{report['dataset']}: " + ", ".join(f"{n:,} {split}" for split, n in report["counts"].items())]
     lines += [f"  {name:<{width}}  {count:,}" for name, count in report["classes"].items()]
     lines += [f"  {key:<4}  " + "  ".join(f"{x:.4f}" for x in report[key]) for key in ("mean", "std")]
     lines += ["  agrees with the published dataset"] if report["published"] else []

@@ -49,7 +49,7 @@ def check(
     statistics = MeanStd().fit(train.images).state()[1]
     scale = 255 if train.images.dtype == torch.uint8 else 1
     report: Report = {
-        "set": name,
+        "dataset": name,
         "counts": {split: len(dataset) for split, dataset in splits.items()},
         "classes": _histogram(train),
         "mean": (statistics["mean"] / scale).flatten().tolist(),

@@ -132,7 +132,7 @@ class Transform:
         return self._tensors
 
     def _set_tensors(self, tensors: Tensors) -> None:
-        self._tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+        self._tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         self._copies.clear()
 
     def parameters(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class Transform:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(config of JSON values, tensors), for any file; the inverse is `from_state`."""
-        tensors = {name: tensor.contiguous() for name, tensor in self._get_tensors().items()}
+        tensors = self._get_tensors()
         config = self.parameters() | {
             "source": self.source,
             "checksum": self.checksum,
