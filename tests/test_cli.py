@@ -23,7 +23,7 @@ OPTIONS = {
     "": "--version",
     "demo": "--json --out --quiet --seed --segmentation",
     "list": "--all --json",
-    "train": f"{RUN} --batch-size --beta --budget --epochs --labels --limit --lr --members --method --overlap "
+    "train": f"{RUN} --batch-size --beta --budget --data --epochs --labels --limit --lr --members --method --option --overlap "
     "--results --resume --set --sharing --no-sharing --steps --subset --validation",
     "tune": "--betas --device --eta --json --out --overlaps --plot --precision --quiet --root --seeds --set --validation",
     "evaluate": f"{OWN} --batch-size --data --device --json --limit --ood --ood-option --ood-root --option --root",

@@ -1,13 +1,12 @@
 """Options, checks, exit codes and output that several commands share."""
 
-import importlib
 import json
 import os
 import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,24 +70,6 @@ def parse_pairs(pairs: Sequence[str] | None, option: str) -> dict[str, Any]:
         except ValueError:
             values[name] = value
     return values
-
-
-def import_function(name: str, subject: str) -> Callable[..., Any]:
-    """A user's function, from a module in the current folder or an installed one."""
-    module, _, function = name.partition(":")
-    if not (module and function):
-        raise ValueError(f"{subject} MODULE:FUNCTION, such as mynet:build. Got {name!r}.")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{module} must be a Python module, in {here} or installed. {error}.") from error
-    except AttributeError as error:
-        raise ValueError(f"{module} must have the function {function}. {error}.") from error
-    if not callable(found):
-        raise TypeError(f"{name} must be a function. Got {type(found).__name__}.")
-    return found  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -199,9 +180,10 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(text, err=err)
 
 
-def say_unscaled(run: object, data: str | None) -> None:
+def say_unscaled(run: object, data: str | None, network: str | None = None) -> None:
     """Print that the probabilities of a run are not scaled, and the command that fits a temperature."""
-    command = shlex.join(["cmcl", "calibrate", str(run), *(["--data", data] if data else [])])
+    own = ["--network", network] if network and ":" in network else []
+    command = shlex.join(["cmcl", "calibrate", str(run), *(["--data", data] if data else []), *own])
     typer.echo(f"no temperature: probabilities are not scaled. Fit one with: {command}")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from ..lazy import import_function
 from ..networks import NETWORKS
 from . import common
 
@@ -283,7 +284,7 @@ def _build(name: str, options: dict[str, Any]) -> "nn.Module":
     if name in NETWORKS:
         function: Callable[..., Any] = NETWORKS[name]
     else:
-        function = common.import_function(name, f"the network must be one of {', '.join(NETWORKS)}, or")
+        function = import_function(name, f"the network must be one of {', '.join(NETWORKS)}, or")
     try:
         module = function(**options)
     except TypeError as error:

@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from .._files import read_json, replacing
-from ..data.registry import DATASETS
+from ..data.registry import DATASETS, parse_address
 from . import common
 from .loading import Saved, count_classes, find_saved, load_ood, load_test
 
@@ -85,7 +85,7 @@ def evaluate(
     for name in dict.fromkeys(result["data"] for result in results):
         _print_scores([result for result in results if result["data"] == name])
     if unscaled := [result for result in results if result["temperature"] is None]:
-        common.say_unscaled(unscaled[0]["run"], unscaled[0]["data"])
+        common.say_unscaled(unscaled[0]["run"], unscaled[0]["data"], network)
 
 
 def _print_scores(results: list[dict[str, Any]]) -> None:
@@ -416,7 +416,12 @@ def _wrong_size(path: Path, got: tuple[int, ...], needed: tuple[int, ...]) -> Va
 
 def _image_shape(ensemble: "Ensemble", data: str | None) -> tuple[int, tuple[int, int] | None]:
     """Channels of an image, and its (height, width) where it is known."""
+    from ..data import folder
+
     if data in DATASETS and (shape := DATASETS[data].shape):
+        return shape[0], shape[1:]
+    if data is not None and (path := parse_address(data)[1]) and Path(path).expanduser().is_dir():
+        shape = folder.look(path, parse_address(data)[2])[2]
         return shape[0], shape[1:]
     options: dict[str, Any] = getattr(ensemble.members[0], "options", {})
     size = options.get("size")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer import Argument, Option
 
-from ..data.registry import DATASETS
+from ..data.registry import DATASETS, address, dataset_info, parse_address
+from ..networks import NETWORKS
 from . import common
 
 if TYPE_CHECKING:
@@ -36,7 +37,15 @@ class Job(NamedTuple):
 
 def train(
     context: typer.Context,
-    recipes: Annotated[list[str], Argument(metavar="RECIPE", help="Names from `cmcl list`.")],
+    recipes: Annotated[
+        list[str],
+        Argument(metavar="RECIPE", help="Names from `cmcl list`; or your own network, MODULE:FUNCTION."),
+    ],
+    data: Annotated[
+        str | None,
+        Option("--data", metavar="DATASET", help="Data to train on: folder:PATH for your own images."),
+    ] = None,
+    option: common.DataOption = None,
     root: common.Root = None,
     out: common.RunsFolder = Path("runs"),
     seed: common.Seed = 0,
@@ -68,14 +77,16 @@ def train(
     """Train recipes and evaluate them; write a run folder for each.
 
     It holds recipe.json, environment.jsonl, telemetry.jsonl, checkpoints/, record.json and ensemble/, which
-    cmcl.load reads.
+    cmcl.load reads. Your own network is a function that builds one member; its arguments classes, channels
+    and size are those of the data. Of a folder without train/ and test/, a fifth of every class is test data.
     """
     from ..training.config import Recipe
 
-    names = {field.name for field in fields(Recipe)}
+    names = {field.name for field in fields(Recipe)} - {"data"}
     changes = {key: value for key, value in context.params.items() if key in names and value is not None}
     changes |= common.parse_pairs(setting, "--set")
-    changed = [changed_recipe(recipe, changes) for recipe in dict.fromkeys(recipes)]
+    given = common.parse_pairs(option, "--option")
+    changed = [changed_recipe(recipe, changes, data, given) for recipe in dict.fromkeys(recipes)]
     with common.stoppable(RESUME):
         from ..reproduction.campaign import parse_budget
         from ..reproduction.runner import ending_at, run, run_folder
@@ -120,13 +131,49 @@ def train(
         raise typer.Exit(common.FAILED)
 
 
-def changed_recipe(name: str, changes: Mapping[str, Any]) -> "tuple[str, Recipe]":
-    """The recipe with these fields, and a name that says so."""
-    from ..reproduction.recipes import find
+def changed_recipe(
+    name: str, changes: Mapping[str, Any], data: str | None = None, option: Mapping[str, Any] | None = None
+) -> "tuple[str, Recipe]":
+    """The recipe with these fields, on these data, and a name that says so."""
+    from ..reproduction.recipes import OWN, find
 
-    base = find(name)
+    own = ":" in name or name in NETWORKS
+    base = replace(OWN, network=name) if own else find(name)
+    if data is None and (own or option):
+        raise ValueError(
+            f"--data must name the data {f'to train {name} on' if own else 'of --option'}. Got none. "
+            "Pass folder:PATH for your own images, or a name from `cmcl list data`."
+        )
+    if data is not None:
+        base, where = on_data(base, data, option or {})
+        name = f"{re.sub(r'[^A-Za-z0-9_.]+', '-', name)}-{where}"
     recipe = change(base, changes)
     return changed_name(name, base, recipe), recipe
+
+
+def on_data(recipe: "Recipe", data: str, option: Mapping[str, Any]) -> "tuple[Recipe, str]":
+    """The recipe on other data, the network with their classes and size, and a short name of the data."""
+    from ..data import folder
+    from ..reproduction.runner import options_for
+
+    kind, path, given = parse_address(data)
+    if kind not in DATASETS and Path(data).is_dir():
+        raise ValueError(f"--data must be folder:PATH for your own images. Got {data!r}. Use folder:{data}.")
+    info = dataset_info(kind)
+    if info.shape is not None:
+        if option:
+            raise ValueError(f"--option must be left out with --data {kind}. Got {', '.join(option)}.")
+        name, classes, shape = kind, info.classes, info.shape
+    elif path is None:
+        raise ValueError(f"--data must name the folder of your images: folder:PATH. Got {data!r}.")
+    elif not Path(path).expanduser().is_dir():
+        hint = common.nearest_folder(Path(path))
+        raise FileNotFoundError(f"--data must name a folder. Got folder:{path}, which is none. {hint}")
+    else:
+        options, classes, shape = folder.look(path, given | dict(option))
+        data, name = address(path, options), re.sub(r"[^A-Za-z0-9_.]+", "-", Path(path).resolve().name)
+    fitting = options_for(str(recipe.network), shape, len(classes))
+    return replace(recipe, data=data, network_options=recipe.network_options | fitting), name
 
 
 def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
@@ -235,7 +282,7 @@ def _show(done: "Sequence[tuple[Job, Record]]", as_json: bool) -> None:
     for name in dict.fromkeys(row["name"] for row in rows):
         _print_runs([row for row in rows if row["name"] == name])
     if unscaled := [job for job, record in done if "temperature" not in record.calibration]:
-        common.say_unscaled(unscaled[0].folder, unscaled[0].recipe.data)
+        common.say_unscaled(unscaled[0].folder, unscaled[0].recipe.data, unscaled[0].recipe.network)
     for row in rows:
         typer.echo(row["run"])  # not wrapped, to be copied
 

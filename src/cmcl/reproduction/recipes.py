@@ -124,6 +124,10 @@ MODERN = Recipe(
     warmup=0.2,
     augment=Augment(flip="alternating", crop=4),
 )
+# For a user's own network and data: what often works without tuning.
+OWN = Recipe(
+    preprocess="mean_std", epochs=30, batch_size=64, optimizer="adamw", lr=2e-3, schedule="cosine", warmup=0.1
+)
 WIDTHS = (8, 16, 32)  # filters of ResNet-20's first group
 
 # CMCL with both techniques of section 4.
