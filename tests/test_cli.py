@@ -26,8 +26,8 @@ OPTIONS = {
     "train": f"{RUN} --batch-size --beta --budget --data --epochs --labels --limit --lr --members --method --option --overlap "
     "--results --resume --set --sharing --no-sharing --steps --subset --validation",
     "tune": "--betas --device --eta --json --out --overlaps --plot --precision --quiet --root --seeds --set --validation",
-    "evaluate": f"{OWN} --batch-size --data --device --json --limit --ood --ood-option --ood-root --option --root",
-    "predict": f"{OWN} --device --json --resize --root --threshold",
+    "evaluate": f"{OWN} --batch-size --data --device --flip --no-flip --json --limit --ood --ood-option --ood-root --option --root",
+    "predict": f"{OWN} --device --flip --no-flip --json --resize --root --threshold",
     "calibrate": f"{OWN} --confidence --data --device --json --limit --option --out --risk --root --score",
     "export": f"{OWN} --example --format --json --limit --out --root",
     "layers": "--input --json --option --tokens --usable",

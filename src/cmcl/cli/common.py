@@ -50,6 +50,9 @@ OwnLogits = Annotated[
     str | None,
     Option("--logits", metavar=FUNCTION, help="Function that picks the logits, if saved with output=."),
 ]
+Flip = Annotated[
+    bool | None, Option("--flip/--no-flip", help="Average with mirror images. Default: as trained.")
+]
 Settings = Annotated[Pairs, Option("--set", metavar="FIELD=VALUE", help="Change any field of the recipe.")]
 Budget = Annotated[
     str | None, Option(metavar="TIME", help="Time, such as 25m: then save the run and exit with code 3.")

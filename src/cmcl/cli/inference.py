@@ -53,6 +53,7 @@ def evaluate(
     ] = None,
     limit: common.Limit = None,
     batch_size: Annotated[int, Option(min=1, help="Images in a batch.")] = BATCH,
+    flip: common.Flip = None,
     network: common.OwnNetwork = None,
     logits: common.OwnLogits = None,
     device: common.Device = "auto",
@@ -73,7 +74,7 @@ def evaluate(
     results: list[dict[str, Any]] = []
     for run in runs:
         saved = find_saved(run)
-        ensemble = saved.load(root=root, device=device, network=network, logits=logits)
+        ensemble = saved.load(root=root, device=device, network=network, logits=logits, flip=flip)
         test = load_test(saved, ensemble, data, root, option, limit)
         if ood_data is not None:
             count_classes(ensemble, ood_data, "--ood", "--ood-option")
@@ -315,6 +316,7 @@ def predict(
     threshold: Annotated[
         Path | None, Option(metavar="FILE", help="Abstain by the threshold of `cmcl calibrate -o FILE`.")
     ] = None,
+    flip: common.Flip = None,
     network: common.OwnNetwork = None,
     logits: common.OwnLogits = None,
     device: common.Device = "auto",
@@ -327,7 +329,8 @@ def predict(
     """
     paths, saved = _image_paths(images), find_saved(run)
     abstain = None if threshold is None else _read_threshold(threshold, saved.folder)
-    ensemble = saved.load(root=root, device=common.check_device(device), network=network, logits=logits)
+    device = common.check_device(device)
+    ensemble = saved.load(root=root, device=device, network=network, logits=logits, flip=flip)
     pixels, failed = _read_images(paths, ensemble, saved.data, resize)
     predicted = _predict(ensemble, pixels, run, abstain) if pixels else {}
     if as_json:

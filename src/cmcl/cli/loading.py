@@ -36,6 +36,7 @@ class Saved:
         device: str = "cpu",
         network: str | None = None,
         logits: str | None = None,
+        flip: bool | None = None,
     ) -> "Ensemble":
         """The ensemble; `network` and `logits` are the user's MODULE:FUNCTION, where it needs them."""
         from ..serialization import load
@@ -56,6 +57,8 @@ class Saved:
         )
         if ensemble.classes is None and (info := DATASETS.get(self.data or "")):
             ensemble.classes = info.classes or None
+        if flip is not None:
+            ensemble.flip_at_test = flip
         return ensemble
 
 

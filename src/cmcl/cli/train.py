@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -63,7 +65,9 @@ def train(
     subset: Annotated[int | None, Option(help="Train on a subset of n examples.")] = None,
     validation: Annotated[float | None, Option(help="Fraction of the training data to hold out.")] = None,
     setting: common.Settings = None,
-    resume: Annotated[bool, Option("--resume", help="Resume runs that were interrupted.")] = False,
+    resume: Annotated[
+        bool, Option("--resume", help="Resume runs that were interrupted, or extend shorter ones.")
+    ] = False,
     budget: common.Budget = None,
     results: Annotated[Path | None, Option(help="Folder whose records/ also gets the records.")] = None,
     limit: common.Limit = None,
@@ -98,7 +102,8 @@ def train(
             for name, recipe in changed
             for s in common.seed_range(seed, seeds)
         ]
-        _check_folders(jobs, out, resume)
+        longer = _extended(jobs, out) if resume else {}
+        _check_folders(jobs, out, resume, longer)
         for place in {job.folder if job.folder.exists() or job.folder.is_symlink() else out for job in jobs}:
             common.check_writable(place, "--out", folder=True)
         common.check_writable(results, "--results", folder=True)
@@ -109,6 +114,8 @@ def train(
         )
         for _, recipe in changed:
             _warn_of_absent_classes(recipe)
+        for folder, shorter in longer.items():
+            _extend(shorter, folder)
         done: list[tuple[Job, Record]] = []
         for job in jobs:
             try:
@@ -209,11 +216,49 @@ def _words(key: str, value: Any, before: Any) -> list[str]:
     return [re.sub(r"[^a-z0-9.]+", "", (key + text).lower())]
 
 
-def _check_folders(jobs: Sequence[Job], out: Path, resume: bool) -> None:
-    """Raise if a new run would overwrite a run, or if there is none to resume."""
+def _extended(jobs: Sequence[Job], out: Path) -> dict[Path, Path]:
+    """By its folder, for each run that is not there yet: the longest run of a shorter length, if any."""
+    from .._files import read_json
+    from ..training.checkpoint import last_step
+    from ..training.config import Recipe
+
+    found: dict[Path, Path] = {}
+    for job in jobs:
+        runs = [] if job.folder.exists() or not out.is_dir() else sorted(out.glob(f"*--seed{job.seed}"))
+        for run in sorted(runs, key=lambda run: last_step(run) or 0):
+            try:
+                shorter = Recipe.from_json(read_json(run / "recipe.json"))
+            except (OSError, ValueError, TypeError):  # not a run, or a damaged one
+                continue
+            length: dict[str, Any] = {"epochs": job.recipe.epochs, "steps": job.recipe.steps}
+            if last_step(run) and replace(shorter, **length) == job.recipe:
+                found[job.folder] = run
+        if job.folder in found and (fields := job.recipe.tied_to_length):
+            raise ValueError(
+                f"a run to extend must do the same in each step whatever its length. Got {fields[0]}="
+                f"{getattr(job.recipe, fields[0])!r} in {found[job.folder]}. Train {job.name} anew, without "
+                "--resume. A run with --set schedule=constant, and milestones at steps, can be extended."
+            )
+    return found
+
+
+def _extend(shorter: Path, folder: Path) -> None:
+    """Begin a longer run with the checkpoints and the telemetry of a shorter one, which stays."""
+    common.note(f"extending {shorter.name}, which stays as it is")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".extend-") as place:
+        copy = Path(place) / folder.name
+        shutil.copytree(shorter / "checkpoints", copy / "checkpoints")
+        for name in ("telemetry.jsonl", "environment.jsonl"):
+            if (shorter / name).is_file():
+                shutil.copyfile(shorter / name, copy / name)
+        copy.rename(folder)
+
+
+def _check_folders(jobs: Sequence[Job], out: Path, resume: bool, longer: Mapping[Path, Path]) -> None:
+    """Raise if a new run would overwrite a run, or if there is none to resume or to extend."""
     from ..training.checkpoint import last_step
 
-    if resume and not any(job.folder.is_dir() for job in jobs):
+    if resume and not longer and not any(job.folder.is_dir() for job in jobs):
         there = sorted(path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
         held = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "") or "no run"
         raise ValueError(

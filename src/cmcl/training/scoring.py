@@ -16,15 +16,20 @@ LARGEST = 2**22  # probabilities that a temperature is fitted to: more examples 
 
 
 def evaluate(
-    ensemble: Ensemble, data: Data, *, batch_size: int = 1000, ignore_index: int | str | None = AUTO
+    ensemble: Ensemble,
+    data: Data,
+    *,
+    batch_size: int = 1000,
+    ignore_index: int | str | None = AUTO,
+    flip: bool | None = None,
 ) -> dict[str, float]:
     """Errors in percent: `top1` (averaged), `picked` (most confident member), `oracle`, `member` (mean).
 
     Memory does not grow with the number of examples. `cmcl.metrics` gives the same as fractions, 0 to 1.
-    `data` and `ignore_index` are as for `fit`.
+    `data` and `ignore_index` are as for `fit`, `flip` as for `Ensemble.predict`.
     """
     scores = metrics.Accumulator()
-    for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index):
+    for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index, flip):
         scores.update(probs, targets, ignore_index=ignore)
     return errors(scores)
 
@@ -57,11 +62,15 @@ def errors(scores: metrics.Accumulator) -> dict[str, float]:
 
 
 def _predictions(
-    ensemble: Ensemble, data: Data, batch_size: int, ignore_index: int | str | None
+    ensemble: Ensemble,
+    data: Data,
+    batch_size: int,
+    ignore_index: int | str | None,
+    flip: bool | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, int | None]]:
     """Each batch of members' probabilities (M, b, C, ...), with its targets and the one not counted."""
     for images, targets in _batches(as_data("data", data, ensemble), batch_size):
-        logits = next(ensemble.stream(inputs_of(ensemble.transform, images), len(images)))
+        logits = next(ensemble.stream(inputs_of(ensemble.transform, images), len(images), flip=flip))
         _checks.no_numbers(logits)
         ignore = resolved(ignore_index, targets, logits.shape[2], dense=targets.ndim > 1)
         yield logits.float().softmax(2).cpu(), targets.cpu(), ignore
