@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from .. import _checks, calibration, metrics
 from ..data.dataset import Dataset, not_ignored
 from ..ensemble import Ensemble
-from .batches import Data, tensors
+from .batches import Batch, Data, tensors
 from .preflight import AUTO, as_data, inputs_of, resolved
 
 LARGEST = 2**22  # probabilities that a temperature is fitted to: more examples would hardly change it
@@ -36,7 +36,7 @@ def evaluate(
 
 def held_out_temperature(
     ensemble: Ensemble,
-    data: Dataset,
+    data: Dataset | Batch,
     *,
     batch_size: int = 1000,
     ignore_index: int | str | None = AUTO,
@@ -48,7 +48,7 @@ def held_out_temperature(
     generator, parts = torch.Generator().manual_seed(0), []
     for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index):
         averaged, labels = probs.mean(0).movedim(1, -1).flatten(0, -2), targets.flatten()  # (Q, C), (Q,)
-        fraction = LARGEST / (averaged.shape[1] * data.targets.numel())
+        fraction = LARGEST / (averaged.shape[1] * tensors(data)[1].numel())
         kept = not_ignored(labels, ignore) & (torch.rand(len(labels), generator=generator) < fraction)
         parts.append((averaged[kept], labels[kept]))
     averaged, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
