@@ -38,7 +38,8 @@ def test_the_documents_train_on_a_folder(cmcl, tmp_path, monkeypatch, page):
         assert "datafolder" in out
         return
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mynet", raising=False)
+    monkeypatch.setitem(sys.modules, "mynet", None)  # so that it is forgotten after the test
+    del sys.modules["mynet"]
     network = "lambda classes, channels: cmcl.networks.resnet20(classes=classes, channels=channels, width=1)"
     (tmp_path / "mynet.py").write_text(f"import cmcl\nbuild = {network}\n")
     train, evaluate, *more = re.findall(

@@ -1,6 +1,7 @@
 """`cmcl train mymodule:build --data folder:PATH`: a user's own network and images, through every command."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,8 @@ def own(tmp_path, monkeypatch):
     """A current folder with mynet.py and photos/, 30 of scikit-learn's digits of each of three classes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(__import__("sys").modules, "mynet", raising=False)
+    monkeypatch.setitem(sys.modules, "mynet", None)  # so that it is forgotten after the test
+    del sys.modules["mynet"]
     (tmp_path / "mynet.py").write_text(MODULE)
     images, labels = load_digits(return_X_y=True)
     for label, name in enumerate(NAMES):

@@ -189,11 +189,12 @@ def _everything() -> dict[str, list[dict[str, Any]]]:
 def _recipe(name: str) -> dict[str, Any]:
     """A recipe with a description, the cells of the paper that it fills, and the paper's errors there."""
     from ..reproduction import CELLS, RECIPES
+    from ..reproduction.cells import MODERN_CELLS
 
     recipe = RECIPES[name]
-    cells = [cell for cell in CELLS if cell.name == name]
+    cells = [cell for cell in (*CELLS, *MODERN_CELLS) if cell.name == name]
     paper = next((cell.paper for cell in cells if cell.paper and not cell.single), None)
-    first = cells[0].where[0] if cells else "modern" if "-modern-" in name else ""
+    first = cells[0].where[0] if cells else ""
     several = recipe.members > 1
     words = [
         f"{METHODS[recipe.method]}, M={recipe.members}" if several else METHODS["single"],

@@ -66,6 +66,7 @@ def run(
     steps: int | None = None,
     test_limit: int | None = None,
     held_out: Dataset | None = None,
+    sets: RunData | None = None,
 ) -> list[Record]:
     """Train a recipe with each of these seeds and evaluate it: a run folder and a record per seed.
 
@@ -81,6 +82,7 @@ def run(
         steps: shorten the runs to this number of steps, to try them out. Such a record fills no cell.
         test_limit: evaluate on this number of test examples only. Such a record fills no cell.
         held_out: raw images to fit the temperature to, if the recipe holds out none.
+        sets: the data, if they are loaded already.
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be different numbers, at least one. Got {list(seeds)}.")
@@ -90,7 +92,7 @@ def run(
     options = options or Options()
     end = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     environment.current(options)  # raises before the data are loaded
-    sets = load_data(recipe, root=root, cache=cache)
+    sets = sets or load_data(recipe, root=root, cache=cache)
     records = []
     for seed in seeds:
         folder = run_folder(out, name, recipe, seed)
