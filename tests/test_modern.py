@@ -121,3 +121,11 @@ def test_status_lists_every_cell(cmcl, tmp_path):
     }
     everything = json.loads(cmcl("reproduce", "all", "--status", "--json", "--results", tmp_path)[1])
     assert [row["id"] for row in everything] == [cell.id for cell in CELLS]
+
+
+def test_the_report_shows_them_once_there_are_records(cmcl, tmp_path):
+    save_results(tmp_path, made(ERRORS))
+    assert cmcl("report", tmp_path, "--format", "svg", "-o", tmp_path / "figures")[0] == 0
+    assert {"modern-seconds.svg", "modern-size.svg"} <= {p.name for p in (tmp_path / "figures").iterdir()}
+    assert cmcl("report", tmp_path, "-o", tmp_path / "page.html")[0] == 0
+    assert "Members trained as today" in (tmp_path / "page.html").read_text()
