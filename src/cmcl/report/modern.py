@@ -58,7 +58,7 @@ def error_against_seconds(records: Sequence[Record]) -> Figure | None:
         return None
     caption = "Top-1 error against training time, mean over the seeds; bars: standard deviation."
     numbers = _numbers("modern-seconds", ["Network", "Method", *COLUMNS, "Seconds", "n"], rows)
-    x = alt.X("seconds:Q", title="training, s").scale(type="log", nice=False)
+    x = alt.X("seconds:Q", title="training, s").scale(type="log", nice=False, padding=18)
     y = alt.Y("error:Q", title="top-1 error, %").scale(zero=False)
     return _figure("Error against training time", caption, points, x, y, numbers)
 
@@ -89,7 +89,7 @@ def gain_against_size(records: Sequence[Record]) -> Figure | None:
         f"Bars: {CONFIDENCE:.0%} confidence intervals by Welch's t-test over the seeds."
     )
     heads = ["Network", "Method", "Weights of a member", "Gain, points", "Low", "High", "p", "n"]
-    x = alt.X("weights:Q", title="weights of a member").scale(type="log", nice=False)
+    x = alt.X("weights:Q", title="weights of a member").scale(type="log", nice=False, padding=18)
     y = alt.Y("error:Q", title="gain, points")
     return _figure("CMCL's gain over IE", caption, points, x, y, _numbers("modern-size", heads, rows))
 
@@ -106,7 +106,8 @@ def _measured(records: Sequence[Record]) -> dict[Cell, list[Record]]:
 
 def _about(cell: Cell) -> Point:
     data = dataset_title(cell.recipe.data)
-    return {"data": data, "network": cell.where[1], "method": METHODS[cell.where[2]]}
+    kind = cell.recipe.network  # a line joins widths of one
+    return {"data": data, "network": cell.where[1], "kind": kind, "method": METHODS[cell.where[2]]}
 
 
 def _names(cell: Cell) -> list[Value]:
@@ -150,15 +151,17 @@ def _numbers(id: str, heads: Sequence[str], rows: Sequence[Sequence[Value]]) -> 
 
 
 def _figure(title: str, caption: str, points: Sequence[Point], x: Any, y: Any, numbers: Table) -> Figure:
-    """A panel for each dataset: points with bars from `low` to `high`, and a line for each method."""
-    names, colours, dashes = zip(*((s.name, f"@{s.colour}", s.dash) for s in LEGEND), strict=True)
+    """A panel for each dataset: points with bars from `low` to `high`, and lines over a network's widths."""
+    used = {point["method"] for point in points}
+    legend = [one for one in LEGEND if one.name in used]
+    names, colours, dashes = zip(*((s.name, f"@{s.colour}", s.dash) for s in legend), strict=True)
     colour = alt.Color("method:N", legend=None).scale(domain=names, range=colours)
     dash = alt.StrokeDash("method:N", legend=None).scale(domain=names, range=dashes)
     panels = []
     for data in dict.fromkeys(point["data"] for point in points):
         own = [point for point in points if point["data"] == data]
         chart = _chart(own).encode(x=x, y=y, color=colour, tooltip=["network:N", "method:N", "error:Q"])
-        drawn = chart.mark_line(strokeWidth=1.5).encode(strokeDash=dash) + chart.mark_circle(
+        drawn = chart.mark_line(strokeWidth=1.5).encode(strokeDash=dash, detail="kind:N") + chart.mark_circle(
             size=50, opacity=1
         )
         if known := [point for point in own if point["low"] is not None]:
@@ -169,8 +172,6 @@ def _figure(title: str, caption: str, points: Sequence[Point], x: Any, y: Any, n
             drawn += zero.encode(y="error:Q")
         spec = drawn.properties(width="container", height=260).to_dict()
         panels.append(Panel(data, {key: v for key, v in spec.items() if key not in ("config", "$schema")}))
-    used = {point["method"] for point in points}
-    legend = [one for one in LEGEND if one.name in used]
     return Figure(numbers.id, title, caption, panels, numbers, legend=legend)
 
 
