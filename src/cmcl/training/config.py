@@ -89,7 +89,7 @@ class Recipe:
     steps: Count | None = None
     batch_size: Count = 128
     accumulate: Count = 1  # parts that a batch is computed in, to save memory
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "sgd"
     lr: Positive = 0.1
     schedule: Literal["constant", "cosine", "linear"] = "constant"  # of lr, falling to 0 at the end
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of the run in which lr rises from 0
