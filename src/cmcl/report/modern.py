@@ -170,7 +170,7 @@ def _figure(title: str, caption: str, points: Sequence[Point], x: Any, y: Any, n
         if numbers.id == "modern-size":
             zero = _chart([{"error": 0}]).mark_rule(color="@edge", strokeDash=[3, 3])
             drawn += zero.encode(y="error:Q")
-        spec = drawn.properties(width="container", height=260).to_dict()
+        spec = drawn.properties(height=260).to_dict()
         panels.append(Panel(data, {key: v for key, v in spec.items() if key not in ("config", "$schema")}))
     return Figure(numbers.id, title, caption, panels, numbers, legend=legend)
 
