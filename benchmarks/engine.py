@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import cmcl.training.step
 from cmcl import Ensemble, Options, Recipe, fit, networks
 from cmcl.training.batches import Resident
+from cmcl.training.config import Augment
 from cmcl.training.preflight import preflight
 from cmcl.training.progress import Progress
 from cmcl.training.step import Step, TrainState
@@ -327,11 +328,27 @@ def measure_network(network: str, arguments: argparse.Namespace, deadline: float
     bench.measure("engine, CMCL, no sharing", m, lambda: engine(bench, silent))
     if bench.cuda:
         bench.measure("engine, float32 (TF32)", m, lambda: engine(bench, recipe, precision="float32"))
+    augmentations = augmentations_of(bench) if arguments.augment else {}
+    for name, how in augmentations.items():
+        augmented = replace(silent, method="ie", augment=how)
+        bench.measure(f"engine, IE, {name}", m, lambda recipe=augmented: engine(bench, recipe))  # type: ignore[misc]
     print_table(bench)
     print_ratios(bench, overhead)
+    for name in augmentations:
+        if bench.rows.keys() >= {"engine, IE", f"engine, IE, {name}"}:
+            ratio = bench.rows[f"engine, IE, {name}"].ms / bench.rows["engine, IE"].ms
+            print(f"- IE with {name} / IE: {ratio:.2f} (at most 1.1 wanted on an H200)")
     if not bench.cuda:
         ratios = in_turn(bench, recipe)
         print(f"- plain fp32 step / engine step, in turn: median {median(ratios):.3f} of {len(ratios)}")
+
+
+def augmentations_of(bench: Bench) -> dict[str, Augment]:
+    """What today's recipes use, and everything, for images of this size."""
+    size = bench.images.shape[-1]
+    usual = Augment(flip="alternating", crop=size // 8)
+    everything = Augment(flip=True, crop=size // 8, cutout=size // 4, jitter=0.2, mixup=0.2, cutmix=1.0)
+    return {"flip and crop": usual, "every augmentation": everything}
 
 
 def print_table(bench: Bench) -> None:
@@ -396,6 +413,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200 if device == "cuda" else 10, help="measured, a row")
     parser.add_argument("--epoch", type=int, default=100 if device == "cuda" else 2, help="steps an epoch")
     parser.add_argument("--batch", type=int, help="images; by default the paper's")
+    parser.add_argument("--augment", action="store_true", help="also measure steps with augmentation")
     parser.add_argument("--device", default=device)
     parser.add_argument("--seconds", type=float, default=230, help="no row is begun after so long")
     return parser.parse_args()

@@ -14,7 +14,7 @@ from typing import Any
 
 import altair as alt
 
-from cmcl.report import figures
+from cmcl.report import figures, modern
 from cmcl.report.documents import fill
 from cmcl.report.figures import Figure, Panel, Series
 from cmcl.report.load import Run
@@ -121,6 +121,8 @@ FIGURES: dict[str, Callable[[], Figure | None]] = {
     "unseen": lambda: figures.entropies("unseen", "", [zoo_run(m) for m in ZOO], averaged=list(ZOO)),
     "rejecting": lambda: figures.risk_coverage("rejecting", "", zoo_runs()),
     "flights": flights,
+    "modern-seconds": lambda: modern.error_against_seconds(RECORDS),
+    "modern-size": lambda: modern.gain_against_size(RECORDS),
     "tuning": lambda: figures.tuning(json.loads((RESULTS / "tuning-digits.json").read_text())),
 }
 

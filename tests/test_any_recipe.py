@@ -40,7 +40,7 @@ def recipes(draw):
         warm_start=draw(st.sampled_from([0, 0, 1, 9])),
         batch_size=draw(st.sampled_from([4, 12, 64])),
         accumulate=draw(st.sampled_from([1, 2, 4])),
-        optimizer=draw(st.sampled_from(["sgd", "adam", "adamw"])),
+        optimizer=draw(st.sampled_from(["sgd", "adam", "adamw", "muon"])),
         lr=0.02,
         milestones=draw(st.sampled_from([(), ((3, 0.5), (0.5, 0.1))])),
         clip_norm=draw(st.sampled_from([None, 0.5])),

@@ -116,7 +116,7 @@ def test_select():
     assert len(select(["table3/svhn-resnet20-single"])) == 1
     with pytest.raises(ValueError, match="Got 'tabel1'. Did you mean 'table1'"):
         select(["tabel1"])
-    with pytest.raises(ValueError, match="Valid names: all, table1"):
+    with pytest.raises(ValueError, match="Valid names: all, modern, table1"):
         select(["zzz"])
     with pytest.raises(ValueError, match="Did you mean 'cifar10-resnet20-cmcl'"):
         find("cifar10-resnet20-cmlc")

@@ -23,11 +23,11 @@ OPTIONS = {
     "": "--version",
     "demo": "--json --out --quiet --seed --segmentation",
     "list": "--all --json",
-    "train": f"{RUN} --batch-size --beta --budget --epochs --labels --limit --lr --members --method --overlap "
+    "train": f"{RUN} --batch-size --beta --budget --data --epochs --labels --limit --lr --members --method --option --overlap "
     "--results --resume --set --sharing --no-sharing --steps --subset --validation",
     "tune": "--betas --device --eta --json --out --overlaps --plot --precision --quiet --root --seeds --set --storage --validation",
-    "evaluate": f"{OWN} --batch-size --data --device --json --limit --ood --ood-option --ood-root --option --root",
-    "predict": f"{OWN} --device --from --json --resize --root --threshold --workers",
+    "evaluate": f"{OWN} --batch-size --data --device --flip --no-flip --json --limit --ood --ood-option --ood-root --option --root",
+    "predict": f"{OWN} --device --flip --no-flip --from --json --resize --root --threshold --workers",
     "calibrate": f"{OWN} --confidence --data --device --json --limit --option --out --risk --root --score",
     "export": f"{OWN} --example --format --json --limit --out --root",
     "layers": "--input --json --option --tokens --usable",

@@ -125,9 +125,13 @@ def test_tables_are_fresh():
 
 @pytest.mark.parametrize("name", make.FIGURES)
 def test_pictures_are_fresh(name):
-    svg = (DOCS / "pictures" / f"{name}.svg").read_text()
+    path, figure = DOCS / "pictures" / f"{name}.svg", make.FIGURES[name]()
+    if figure is None:  # its records are missing
+        assert not path.exists()
+        return
+    svg = path.read_text()
     ElementTree.fromstring(svg)
-    digest = make.digest(make.FIGURES[name]())
+    digest = make.digest(figure)
     assert svg.endswith(f"<!-- docs/make.py, {digest} -->\n"), "stale: run python docs/make.py"
 
 

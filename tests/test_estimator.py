@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_digits, load_iris, make_blobs
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
@@ -110,6 +110,29 @@ def test_the_same_seed_gives_the_same(iris):
     np.testing.assert_array_equal(a, b)
     assert not np.allclose(a, c)
     assert torch.get_rng_state().equal(state), "the user's own random numbers are not touched"
+
+
+def test_held_out_examples_calibrate_the_probabilities():
+    X, y = load_digits(return_X_y=True)
+    X, y = (X / 16).astype(np.float32), np.array(list("abcdefghij"))[y]
+    settings = dict(members=5, overlap=1, beta=0.75, epochs=15, random_state=0)
+    scaled, plain = (CMCLClassifier(**settings, validation=v).fit(X[:1200], y[:1200]) for v in (0.2, 0.0))
+    assert plain.ensemble_.temperature is None
+    truth = torch.tensor(np.searchsorted(scaled.classes_, y[1200:]))
+    before = cmcl.metrics.ece(torch.tensor(plain.predict_proba(X[1200:]))[None], truth)
+    after = cmcl.metrics.ece(torch.tensor(scaled.predict_proba(X[1200:]))[None], truth)
+    assert after < before / 3
+    _, held = train_test_split(
+        np.arange(1200),
+        test_size=0.2,
+        stratify=np.unique(y[:1200], return_inverse=True)[1],
+        random_state=int(np.random.RandomState(0).randint(2**31 - 1)),
+    )
+    members = torch.tensor(scaled.predict_members_proba(X[:1200][held]))
+    labels = torch.tensor(np.searchsorted(scaled.classes_, y[:1200][held]))
+    assert scaled.ensemble_.temperature == pytest.approx(
+        cmcl.calibration.fit_temperature(members, labels), rel=1e-4
+    )
 
 
 def test_text_for_classes(iris):

@@ -71,6 +71,7 @@ class Ensemble(nn.Module):
 
     classes: Sequence[str] | None = None  # their names, if known; `fit` sets them
     temperature: float | None = None  # of the averaged prediction, from calibration.fit_temperature
+    flip_at_test = False  # average the logits for images with those for their mirror images
     stems: list[Stem]  # of each member: stem(member, x) -> (features h, rest)
     trunks: list[Trunk]  # of each member: trunk(member, h, rest) -> output
     shared_stem: Stem | None = None  # runs once, with member 0, before the stems (see SharedStemEnsemble)
@@ -149,21 +150,33 @@ class Ensemble(nn.Module):
         self._verify(x)
 
     @torch.no_grad()
-    def predict(self, x: Tensor, *, batch_size: int | None = None) -> Prediction:
+    def predict(self, x: Tensor, *, batch_size: int | None = None, flip: bool | None = None) -> Prediction:
         """The prediction for inputs (B, ...) in eval mode, in parts of `batch_size`.
 
-        If the ensemble has a `transform`, x are raw uint8 images, and it is applied to them.
+        If the ensemble has a `transform`, x are raw uint8 images, and it is applied to them. `flip` averages
+        with mirror images, which costs as much again; None: as `flip_at_test` says.
         """
         batch_size = max(len(_checks.inputs(x)), 1) if batch_size is None else batch_size
         _checks.positive("batch_size", batch_size)
         device = next(self.parameters(), x).device
         with in_eval(self):
             parts = (self._prepared(part.to(device)) for part in torch.split(x, int(batch_size)))
-            logits = torch.cat([self(part).to(x.device) for part in parts], 1)
+            logits = torch.cat([self.test_logits(part, flip=flip).to(x.device) for part in parts], 1)
         _checks.no_numbers(logits)
         return prediction(logits, self.temperature)
 
-    def stream(self, x: Tensor, batch_size: int) -> Iterator[Tensor]:
+    def test_logits(self, x: Tensor, *, flip: bool | None = None) -> Tensor:
+        """Logits (M, B, C, ...) as predictions use them; `flip` as for `predict`."""
+        logits: Tensor = self(x)
+        if not (self.flip_at_test if flip is None else flip):
+            return logits
+        if x.ndim != 4:
+            raise ValueError(f"flip needs images (B, C, H, W). Got {tuple(x.shape)}. Leave out flip.")
+        mirrored: Tensor = self(x.flip(-1))
+        mirrored = mirrored.flip(-1) if logits.ndim > 3 else mirrored  # back, if dense
+        return (logits + mirrored) / 2
+
+    def stream(self, x: Tensor, batch_size: int, *, flip: bool | None = None) -> Iterator[Tensor]:
         """Logits (M, b, C, ...) of inputs (B, ...) in parts of `batch_size`, on the ensemble's device.
 
         In eval mode and without gradients. No transform is applied: x is what the networks take.
@@ -172,7 +185,7 @@ class Ensemble(nn.Module):
         device = next(self.parameters(), x).device
         for part in torch.split(_checks.inputs(x), int(batch_size)):
             with torch.no_grad(), in_eval(self):
-                logits = self(part.to(device))
+                logits = self.test_logits(part.to(device), flip=flip)
             yield logits
 
     def save(self, path: str | Path, *, with_transform: bool = False) -> None:

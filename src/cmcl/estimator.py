@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import type_of_target
@@ -25,6 +26,7 @@ from .objectives import TaskLoss
 from .training import Options, fit
 from .training.config import Recipe
 from .training.cuda import find_device
+from .training.scoring import held_out_temperature
 
 Array = npt.NDArray[Any]
 
@@ -48,6 +50,8 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         share_after: submodule after which the members share features.
         hidden: width of the default network.
         epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
+        validation: fraction of the examples, stratified, that is held out to fit the temperature of
+            `predict_proba`: without it CMCL's probabilities are underconfident.
         class_weight: weights of the classes in the task loss: {class: weight}, or "balanced".
         warm_start: continue from the weights of the last `fit`.
         random_state: a seed makes `fit` repeatable, unless others fit in threads of the same process.
@@ -77,6 +81,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         optimizer: str = "adam",
         lr: float = 0.01,
         weight_decay: float = 0.0,
+        validation: float = 0.0,
         class_weight: Mapping[Any, float] | str | None = None,
         warm_start: bool = False,
         random_state: int | np.random.RandomState | None = None,
@@ -96,6 +101,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.optimizer = optimizer
         self.lr = lr
         self.weight_decay = weight_decay
+        self.validation = validation
         self.class_weight = class_weight
         self.warm_start = warm_start
         self.random_state = random_state
@@ -121,14 +127,23 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             self.classes_, self.shape_, self.raw_ = classes, X.shape[1:], _is_raw(X)
             self.ensemble_ = self._build(seed, X)
             self._built = self._plan()
+        rows = np.arange(len(X))
+        held = rows[:0]
+        if self.validation:
+            rows, held = train_test_split(
+                rows, test_size=self.validation, stratify=targets, random_state=seed
+            )
         result = fit(
             self.ensemble_,
-            (self._tensor(X), torch.tensor(targets)),
+            (self._tensor(X[rows]), torch.tensor(targets[rows])),
             recipe=self._recipe(),
             seed=seed,
             task=self._task(y),
             options=Options(device=self.device, quiet=not self.verbose),
         )
+        if len(held):
+            kept = self._tensor(X[held]), torch.tensor(targets[held])
+            self.ensemble_.temperature = held_out_temperature(self.ensemble_, kept)
         self.specialist_fraction_ = np.array(result.rows[-1]["specialist_fraction"])
         self.specialist_fraction_by_class_ = np.array(result.rows[-1]["specialist_fraction_by_class"])
         return self
@@ -138,7 +153,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return self._classes(self._predict(X).probs)
 
     def predict_proba(self, X: Any) -> Array:
-        """Probabilities (N, C): the mean over members, scaled by `ensemble_.temperature` if it is set."""
+        """Probabilities (N, C): the mean over members, scaled by `ensemble_.temperature` if there is one."""
         return self._predict(X).probs.numpy()
 
     def predict_members(self, X: Any) -> Array:

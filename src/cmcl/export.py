@@ -53,7 +53,7 @@ class Graph(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """The outputs by name, because readers of the file may not have cmcl and its classes."""
-        logits = self.ensemble(x if self.preprocess is None else self.preprocess(x.float()))
+        logits = self.ensemble.test_logits(x if self.preprocess is None else self.preprocess(x.float()))
         return prediction(logits, self.ensemble.temperature)._asdict()
 
 
@@ -118,7 +118,7 @@ def onnx_runner(path: str | Path) -> Runner:
 
 def _predict(ensemble: Ensemble, x: Tensor) -> Prediction:
     try:
-        return prediction(ensemble(x), ensemble.temperature)
+        return prediction(ensemble.test_logits(x), ensemble.temperature)
     except (RuntimeError, IndexError) as error:
         types = {str(p.dtype).removeprefix("torch.") for p in ensemble.parameters()}
         raise ValueError(

@@ -62,6 +62,7 @@ class Config(Schema):
     share_prob: float
     share_at_test: Literal["sampled", "expected", "off"]
     temperature: float | None = Field(default=None, gt=0)
+    flip_at_test: bool = False
     stem: Stem | None
     output: str | None  # the name of the function that picks the logits
     classes: list[str] | None
@@ -171,7 +172,7 @@ def load(
         ensemble = SharedStemEnsemble(modules, **config.stem.model_dump(), **settings)
     ensemble.transform = _loaded_transform(config.transform, weights, root)
     ensemble.classes = None if config.classes is None else tuple(config.classes)
-    ensemble.temperature = config.temperature
+    ensemble.temperature, ensemble.flip_at_test = config.temperature, config.flip_at_test
     return ensemble.to(device).eval()
 
 
@@ -187,6 +188,7 @@ def _config(ensemble: Ensemble, transform: dict[str, Any] | None, weights: Weigh
         "classes": None if classes is None else [str(name) for name in classes],
         "transform": transform,
         "temperature": ensemble.temperature,
+        "flip_at_test": ensemble.flip_at_test,
         "weights": weights,
     }
     config: Config = Config.parse(values, source="the ensemble")

@@ -4,7 +4,10 @@ import torch
 from PIL import Image
 
 from cmcl.data import load
+from cmcl.data.dataset import load_recipe
+from cmcl.data.folder import look
 from cmcl.data.images import stored_size
+from cmcl.data.registry import address, parse_address
 
 LOSSLESS = {"webp": {"lossless": True, "exact": True}}  # exact: hidden colours too
 
@@ -298,3 +301,58 @@ def test_two_files_of_one_name(tmp_path, write_image, write_mask):
     write_image(tmp_path / "images" / "x.jpg")
     with pytest.raises(ValueError, match="images must hold one file of each name"):
         load("folder", root=tmp_path)
+
+
+@pytest.fixture
+def unsplit(tmp_path, write_image):
+    for label, count in (("ant", 10), ("bee", 20)):
+        for i in range(count):
+            write_image(tmp_path / label / f"{i:02}.png", seed=hash((label, i)) % 2**31)
+    return tmp_path
+
+
+def test_a_folder_that_is_not_split_has_a_seeded_stratified_test_split(unsplit):
+    both = {split: load("folder", split=split, root=unsplit, test=0.3) for split in ("train", "test")}
+    assert [both[split].targets.bincount().tolist() for split in both] == [[7, 14], [3, 6]]
+    assert both["test"].split == "test"
+    whole = {image.numpy().tobytes() for image in load("folder", root=unsplit).images}
+    parts = [image.numpy().tobytes() for split in both.values() for image in split.images]
+    assert len(parts) == len(whole) == 30
+    assert set(parts) == whole
+    again = load("folder", split="test", root=unsplit, test=0.3)
+    assert again.checksum == both["test"].checksum
+    with pytest.raises(FileNotFoundError, match="must hold a folder test/"):
+        load("folder", split="test", root=unsplit)
+
+
+def test_a_split_folder_stays_split(tmp_path, write_image):
+    for split in ("train", "test"):
+        write_image(tmp_path / split / "ant" / "x.png", seed=len(split))
+    assert len(load("folder", split="train", root=tmp_path, test=0.5)) == 1
+    assert len(load("folder", split="test", root=tmp_path, test=0.5)) == 1
+
+
+def test_an_address_names_folder_and_options(unsplit):
+    name = address(str(unsplit), {"test": 0.3, "mode": "L", "size": [4, 6]})
+    assert name == f"folder:{unsplit}?test=0.3&mode=L&size=[4,6]"
+    assert parse_address(name) == ("folder", str(unsplit), {"test": 0.3, "mode": "L", "size": [4, 6]})
+    assert parse_address("digits") == ("digits", None, {})
+    data = load(name, split="test")
+    assert data.images.shape == (9, 1, 4, 6)
+    assert load_recipe(data.recipe).checksum == data.checksum
+    for wrong in ("folder:", "digits:x"):
+        with pytest.raises(ValueError, match="folder:PATH"):
+            load(wrong)
+    with pytest.raises(ValueError, match="question mark"):
+        address("a?b", {})
+
+
+def test_look_finds_classes_channels_and_size(unsplit):
+    assert look(unsplit, {}) == ({"test": 0.2}, ("ant", "bee"), (3, 8, 10))
+    assert look(unsplit, {"size": 4, "mode": "L"})[2] == (1, 4, 4)
+    for path in unsplit.glob("*/*.png"):
+        Image.open(path).convert("L").save(path)
+    assert look(unsplit, {}) == ({"mode": "L", "test": 0.2}, ("ant", "bee"), (1, 8, 10))
+    assert look(unsplit, {"mode": "RGB"})[2] == (3, 8, 10)
+    save(unsplit / "bee" / "colour.png", np.zeros((8, 10, 3), np.uint8))
+    assert look(unsplit, {})[2] == (3, 8, 10), "one image with colours"

@@ -1,13 +1,12 @@
 """Options, checks, exit codes and output that several commands share."""
 
-import importlib
 import json
 import os
 import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,6 +51,9 @@ OwnLogits = Annotated[
     str | None,
     Option("--logits", metavar=FUNCTION, help="Function that picks the logits, if saved with output=."),
 ]
+Flip = Annotated[
+    bool | None, Option("--flip/--no-flip", help="Average with mirror images. Default: as trained.")
+]
 Settings = Annotated[Pairs, Option("--set", metavar="FIELD=VALUE", help="Change any field of the recipe.")]
 Budget = Annotated[
     str | None, Option(metavar="TIME", help="Time, such as 25m: then save the run and exit with code 3.")
@@ -72,24 +74,6 @@ def parse_pairs(pairs: Sequence[str] | None, option: str) -> dict[str, Any]:
         except ValueError:
             values[name] = value
     return values
-
-
-def import_function(name: str, subject: str) -> Callable[..., Any]:
-    """A user's function, from a module in the current folder or an installed one."""
-    module, _, function = name.partition(":")
-    if not (module and function):
-        raise ValueError(f"{subject} MODULE:FUNCTION, such as mynet:build. Got {name!r}.")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{module} must be a Python module, in {here} or installed. {error}.") from error
-    except AttributeError as error:
-        raise ValueError(f"{module} must have the function {function}. {error}.") from error
-    if not callable(found):
-        raise TypeError(f"{name} must be a function. Got {type(found).__name__}.")
-    return found  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -201,9 +185,10 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(text, err=err)
 
 
-def say_unscaled(run: object, data: str | None, ece: float = 0.0) -> None:
+def say_unscaled(run: object, data: str | None, network: str | None = None, ece: float = 0.0) -> None:
     """Print in a line that a run is not scaled, what a high ECE comes from, and the command that fixes it."""
-    command = shlex.join(["cmcl", "calibrate", str(run), *(["--data", data] if data else [])])
+    own = ["--network", network] if network and ":" in network else []
+    command = shlex.join(["cmcl", "calibrate", str(run), *(["--data", data] if data else []), *own])
     why = "no temperature: probabilities are not scaled."
     if ece > HIGH_ECE:
         why = f"ECE {ece:.1f} %, no temperature: the average with near-uniform members is underconfident."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from ..lazy import import_function
 from ..networks import NETWORKS
 from . import common
 
@@ -189,11 +190,12 @@ def _everything() -> dict[str, list[dict[str, Any]]]:
 def _recipe(name: str) -> dict[str, Any]:
     """A recipe with a description, the cells of the paper that it fills, and the paper's errors there."""
     from ..reproduction import CELLS, RECIPES
+    from ..reproduction.cells import MODERN_CELLS
 
     recipe = RECIPES[name]
-    cells = [cell for cell in CELLS if cell.name == name]
+    cells = [cell for cell in (*CELLS, *MODERN_CELLS) if cell.name == name]
     paper = next((cell.paper for cell in cells if cell.paper and not cell.single), None)
-    first = cells[0].where[0] if cells else "modern" if "-modern-" in name else ""
+    first = cells[0].where[0] if cells else ""
     several = recipe.members > 1
     words = [
         f"{METHODS[recipe.method]}, M={recipe.members}" if several else METHODS["single"],
@@ -284,7 +286,7 @@ def _build(name: str, options: dict[str, Any]) -> "nn.Module":
     if name in NETWORKS:
         function: Callable[..., Any] = NETWORKS[name]
     else:
-        function = common.import_function(name, f"the network must be one of {', '.join(NETWORKS)}, or")
+        function = import_function(name, f"the network must be one of {', '.join(NETWORKS)}, or")
     try:
         module = function(**options)
     except TypeError as error:

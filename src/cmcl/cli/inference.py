@@ -16,7 +16,7 @@ import typer
 from typer import Argument, Option
 
 from .._files import read_json, replacing
-from ..data.registry import DATASETS
+from ..data.registry import DATASETS, parse_address
 from . import common
 from .loading import Saved, count_classes, find_saved, load_ood, load_test
 
@@ -58,6 +58,7 @@ def evaluate(
     ] = None,
     limit: common.Limit = None,
     batch_size: Annotated[int, Option(min=1, help="Images in a batch.")] = BATCH,
+    flip: common.Flip = None,
     network: common.OwnNetwork = None,
     logits: common.OwnLogits = None,
     device: common.Device = "auto",
@@ -78,7 +79,7 @@ def evaluate(
     results: list[dict[str, Any]] = []
     for run in runs:
         saved = find_saved(run)
-        ensemble = saved.load(root=root, device=device, network=network, logits=logits)
+        ensemble = saved.load(root=root, device=device, network=network, logits=logits, flip=flip)
         test = load_test(saved, ensemble, data, root, option, limit)
         if ood_data is not None:
             count_classes(ensemble, ood_data, "--ood", "--ood-option")
@@ -90,7 +91,7 @@ def evaluate(
     for name in dict.fromkeys(result["data"] for result in results):
         _print_scores([result for result in results if result["data"] == name])
     if unscaled := [result for result in results if result["temperature"] is None]:
-        common.say_unscaled(unscaled[0]["run"], unscaled[0]["data"])
+        common.say_unscaled(unscaled[0]["run"], unscaled[0]["data"], network)
 
 
 def _print_scores(results: list[dict[str, Any]]) -> None:
@@ -328,6 +329,7 @@ def predict(
     threshold: Annotated[
         Path | None, Option(metavar="FILE", help="Abstain by the threshold of `cmcl calibrate -o FILE`.")
     ] = None,
+    flip: common.Flip = None,
     network: common.OwnNetwork = None,
     logits: common.OwnLogits = None,
     device: common.Device = "auto",
@@ -345,7 +347,8 @@ def predict(
         raise ValueError("name IMAGES, or a list of them with --from. Got both, or neither.")
     saved = find_saved(run)
     abstain = None if threshold is None else _read_threshold(threshold, saved.folder)
-    ensemble = saved.load(root=root, device=common.check_device(device), network=network, logits=logits)
+    device = common.check_device(device)
+    ensemble = saved.load(root=root, device=device, network=network, logits=logits, flip=flip)
     if workers is None:
         workers = min(4, os.cpu_count() or 1) if listed is not None or len(given) > BATCH else 0
     failed = False
@@ -444,7 +447,12 @@ def _batches(found: "Iterable[Read]", *, any_size: bool) -> "Iterator[list[Read]
 
 def _image_shape(ensemble: "Ensemble", data: str | None) -> tuple[int, tuple[int, int] | None]:
     """Channels of an image, and its (height, width) where it is known."""
+    from ..data import folder
+
     if data in DATASETS and (shape := DATASETS[data].shape):
+        return shape[0], shape[1:]
+    if data is not None and (path := parse_address(data)[1]) and Path(path).expanduser().is_dir():
+        shape = folder.look(path, parse_address(data)[2])[2]
         return shape[0], shape[1:]
     options: dict[str, Any] = getattr(ensemble.members[0], "options", {})
     size = options.get("size")

@@ -1,13 +1,15 @@
 """Saved ensembles and test data, as evaluate, predict, calibrate and export load them."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._files import read_json
 from .._messages import first_line
-from ..data.registry import DATASETS, data_root, nearest
+from ..data.registry import DATASETS, data_root, nearest, parse_address
+from ..lazy import import_function
 from . import common
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ class Saved:
 
     folder: Path  # holds config.json
     name: str  # of the run, or of the folder
-    data: str | None  # the dataset that it was trained on, if that is recorded
+    data: str | None = None  # the dataset that it was trained on, if that is recorded
+    network: str | None = None  # the network's name, or the user's MODULE:FUNCTION, likewise ...
+    network_options: Mapping[str, Any] = field(default_factory=dict)  # ... and its arguments
 
     def load(
         self,
@@ -32,12 +36,20 @@ class Saved:
         device: str = "cpu",
         network: str | None = None,
         logits: str | None = None,
+        flip: bool | None = None,
     ) -> "Ensemble":
         """The ensemble; `network` and `logits` are the user's MODULE:FUNCTION, where it needs them."""
         from ..serialization import load
 
-        build = None if network is None else common.import_function(network, "--network must be")
-        pick = None if logits is None else common.import_function(logits, "--logits must be")
+        if network is None and ":" in (self.network or ""):  # a file must not decide which code runs
+            raise ValueError(
+                f"--network must name the function that builds the members of {self.folder}, your own code. "
+                f"Got none. It was trained with: --network {self.network}"
+            )
+        build = None if network is None else import_function(network, "--network must be")
+        if build is not None and network == self.network:
+            build = partial(build, **self.network_options)
+        pick = None if logits is None else import_function(logits, "--logits must be")
         ensemble = search_root(
             lambda place: load(self.folder, network=build, output=pick, device=device, root=place),
             root,
@@ -45,6 +57,8 @@ class Saved:
         )
         if ensemble.classes is None and (info := DATASETS.get(self.data or "")):
             ensemble.classes = info.classes or None
+        if flip is not None:
+            ensemble.flip_at_test = flip
         return ensemble
 
 
@@ -52,7 +66,7 @@ def find_saved(run: Path) -> Saved:
     """The saved ensemble of a run folder, or the folder itself if it is one."""
     if folder := _ensemble_folder(run):
         name = folder.absolute().parent.name if folder.name == "ensemble" else folder.name
-        return Saved(folder, name, _recorded_data(folder))
+        return Saved(folder, name, **_recorded(folder))
     if (run / "checkpoints").is_dir():
         raise ValueError(
             f"{run} must hold a finished run. Got one that was interrupted. Resume it with the command that "
@@ -71,17 +85,21 @@ def _ensemble_folder(run: Path) -> Path | None:
     return next((path for path in (run, run / "ensemble") if (path / "config.json").is_file()), None)
 
 
-def _recorded_data(folder: Path) -> str | None:
-    """The name of the training data in the files of a run or, if it is alone, of an ensemble."""
-    kinds = {"recipe.json": ["data"], "record.json": ["recipe", "data"]}
+def _recorded(folder: Path) -> dict[str, Any]:
+    """Training data and network by the files of a run or, if it is alone, of an ensemble."""
+    kinds: dict[str, list[str]] = {"recipe.json": [], "record.json": ["recipe"]}
     places = (folder, folder.absolute().parent)
     files = [(place / name, keys) for place in places for name, keys in kinds.items()]
-    files.append((folder / "config.json", ["transform", "source", "recipe", "name"]))
+    files.append((folder / "config.json", ["transform", "source", "recipe"]))
     path, keys = next((path, keys) for path, keys in files if path.is_file())
     values = read_json(path)
     for key in keys:
         values = values.get(key) if isinstance(values, dict) else None
-    return values if isinstance(values, str) else None
+    values = values if isinstance(values, dict) else {}
+    found = {"data": values.get("data", values.get("name")), "network": values.get("network")}
+    options = values.get("network_options")
+    recorded: dict[str, Any] = {key: value for key, value in found.items() if isinstance(value, str)}
+    return recorded | ({"network_options": options} if isinstance(options, dict) else {})
 
 
 def search_root(read: Callable[[Path], Found], root: Path | None, what: str) -> Found:
@@ -130,11 +148,13 @@ def _load(name: str, root: Path | None, options: dict[str, Any]) -> "Dataset":
     """A test split; a folder of the user's own images need not have train/ beside test/, nor test/."""
     from ..data import load
 
+    kind, path, own = parse_address(name)
+    root, options = Path(path) if path else root, own | options
     whole = None if root is None else root.expanduser()
-    if name != "folder" or whole is None or (whole / "train").is_dir():
-        return load(name, split="test", root=whole, **options)
+    if kind != "folder" or whole is None or (whole / "train").is_dir() or "test" in options:
+        return load(kind, split="test", root=whole, **options)
     inside = whole / "test"
-    return replace(load(name, root=inside if inside.is_dir() else whole, **options), split="test")
+    return replace(load(kind, root=inside if inside.is_dir() else whole, **options), split="test")
 
 
 def count_classes(ensemble: "Ensemble", data: "Dataset", option: str, convert: str) -> int:

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -13,7 +15,8 @@ import typer
 from typer import Argument, Option
 
 from .._messages import needing_extra
-from ..data.registry import DATASETS
+from ..data.registry import DATASETS, address, dataset_info, parse_address
+from ..networks import NETWORKS
 from . import common
 
 if TYPE_CHECKING:
@@ -37,7 +40,15 @@ class Job(NamedTuple):
 
 def train(
     context: typer.Context,
-    recipes: Annotated[list[str], Argument(metavar="RECIPE", help="Names from `cmcl list`.")],
+    recipes: Annotated[
+        list[str],
+        Argument(metavar="RECIPE", help="Names from `cmcl list`; or your own network, MODULE:FUNCTION."),
+    ],
+    data: Annotated[
+        str | None,
+        Option("--data", metavar="DATASET", help="Data to train on: folder:PATH for your own images."),
+    ] = None,
+    option: common.DataOption = None,
     root: common.Root = None,
     out: common.RunsFolder = Path("runs"),
     seed: common.Seed = 0,
@@ -55,7 +66,9 @@ def train(
     subset: Annotated[int | None, Option(help="Train on a subset of n examples.")] = None,
     validation: Annotated[float | None, Option(help="Fraction of the training data to hold out.")] = None,
     setting: common.Settings = None,
-    resume: Annotated[bool, Option("--resume", help="Resume runs that were interrupted.")] = False,
+    resume: Annotated[
+        bool, Option("--resume", help="Resume runs that were interrupted, or extend shorter ones.")
+    ] = False,
     budget: common.Budget = None,
     results: Annotated[Path | None, Option(help="Folder whose records/ also gets the records.")] = None,
     limit: common.Limit = None,
@@ -69,14 +82,16 @@ def train(
     """Train recipes and evaluate them; write a run folder for each.
 
     It holds recipe.json, environment.jsonl, telemetry.jsonl, checkpoints/, record.json and ensemble/, which
-    cmcl.load reads.
+    cmcl.load reads. Your own network is a function that builds one member; its arguments classes, channels
+    and size are those of the data. Of a folder without train/ and test/, a fifth of every class is test data.
     """
     from ..training.config import Recipe
 
-    names = {field.name for field in fields(Recipe)}
+    names = {field.name for field in fields(Recipe)} - {"data"}
     changes = {key: value for key, value in context.params.items() if key in names and value is not None}
     changes |= common.parse_pairs(setting, "--set")
-    changed = [changed_recipe(recipe, changes) for recipe in dict.fromkeys(recipes)]
+    given = common.parse_pairs(option, "--option")
+    changed = [changed_recipe(recipe, changes, data, given) for recipe in dict.fromkeys(recipes)]
     with common.stoppable(RESUME):
         from ..reproduction.campaign import parse_budget
         from ..reproduction.runner import ending_at, run, run_folder
@@ -88,7 +103,8 @@ def train(
             for name, recipe in changed
             for s in common.seed_range(seed, seeds)
         ]
-        _check_folders(jobs, out, resume)
+        longer = _extended(jobs, out) if resume else {}
+        _check_folders(jobs, out, resume, longer)
         for place in {job.folder if job.folder.exists() or job.folder.is_symlink() else out for job in jobs}:
             common.check_writable(place, "--out", folder=True)
         common.check_writable(results, "--results", folder=True)
@@ -99,6 +115,8 @@ def train(
         )
         for _, recipe in changed:
             _warn_of_absent_classes(recipe)
+        for folder, shorter in longer.items():
+            _extend(shorter, folder)
         done: list[tuple[Job, Record]] = []
         for job in jobs:
             try:
@@ -121,13 +139,49 @@ def train(
         raise typer.Exit(common.FAILED)
 
 
-def changed_recipe(name: str, changes: Mapping[str, Any]) -> "tuple[str, Recipe]":
-    """The recipe with these fields, and a name that says so."""
-    from ..reproduction.recipes import find
+def changed_recipe(
+    name: str, changes: Mapping[str, Any], data: str | None = None, option: Mapping[str, Any] | None = None
+) -> "tuple[str, Recipe]":
+    """The recipe with these fields, on these data, and a name that says so."""
+    from ..reproduction.recipes import OWN, find
 
-    base = find(name)
+    own = ":" in name or name in NETWORKS
+    base = replace(OWN, network=name) if own else find(name)
+    if data is None and (own or option):
+        raise ValueError(
+            f"--data must name the data {f'to train {name} on' if own else 'of --option'}. Got none. "
+            "Pass folder:PATH for your own images, or a name from `cmcl list data`."
+        )
+    if data is not None:
+        base, where = on_data(base, data, option or {})
+        name = f"{re.sub(r'[^A-Za-z0-9_.]+', '-', name)}-{where}"
     recipe = change(base, changes)
     return changed_name(name, base, recipe), recipe
+
+
+def on_data(recipe: "Recipe", data: str, option: Mapping[str, Any]) -> "tuple[Recipe, str]":
+    """The recipe on other data, the network with their classes and size, and a short name of the data."""
+    from ..data import folder
+    from ..reproduction.runner import options_for
+
+    kind, path, given = parse_address(data)
+    if kind not in DATASETS and Path(data).is_dir():
+        raise ValueError(f"--data must be folder:PATH for your own images. Got {data!r}. Use folder:{data}.")
+    info = dataset_info(kind)
+    if info.shape is not None:
+        if option:
+            raise ValueError(f"--option must be left out with --data {kind}. Got {', '.join(option)}.")
+        name, classes, shape = kind, info.classes, info.shape
+    elif path is None:
+        raise ValueError(f"--data must name the folder of your images: folder:PATH. Got {data!r}.")
+    elif not Path(path).expanduser().is_dir():
+        hint = common.nearest_folder(Path(path))
+        raise FileNotFoundError(f"--data must name a folder. Got folder:{path}, which is none. {hint}")
+    else:
+        options, classes, shape = folder.look(path, given | dict(option))
+        data, name = address(path, options), re.sub(r"[^A-Za-z0-9_.]+", "-", Path(path).resolve().name)
+    fitting = options_for(str(recipe.network), shape, len(classes))
+    return replace(recipe, data=data, network_options=recipe.network_options | fitting), name
 
 
 def change(recipe: "Recipe", changes: Mapping[str, Any]) -> "Recipe":
@@ -163,11 +217,49 @@ def _words(key: str, value: Any, before: Any) -> list[str]:
     return [re.sub(r"[^a-z0-9.]+", "", (key + text).lower())]
 
 
-def _check_folders(jobs: Sequence[Job], out: Path, resume: bool) -> None:
-    """Raise if a new run would overwrite a run, or if there is none to resume."""
+def _extended(jobs: Sequence[Job], out: Path) -> dict[Path, Path]:
+    """By its folder, for each run that is not there yet: the longest run of a shorter length, if any."""
+    from .._files import read_json
+    from ..training.checkpoint import last_step
+    from ..training.config import Recipe
+
+    found: dict[Path, Path] = {}
+    for job in jobs:
+        runs = [] if job.folder.exists() or not out.is_dir() else sorted(out.glob(f"*--seed{job.seed}"))
+        for run in sorted(runs, key=lambda run: last_step(run) or 0):
+            try:
+                shorter = Recipe.from_json(read_json(run / "recipe.json"))
+            except (OSError, ValueError, TypeError):  # not a run, or a damaged one
+                continue
+            length: dict[str, Any] = {"epochs": job.recipe.epochs, "steps": job.recipe.steps}
+            if last_step(run) and replace(shorter, **length) == job.recipe:
+                found[job.folder] = run
+        if job.folder in found and (fields := job.recipe.tied_to_length):
+            raise ValueError(
+                f"a run to extend must do the same in each step whatever its length. Got {fields[0]}="
+                f"{getattr(job.recipe, fields[0])!r} in {found[job.folder]}. Train {job.name} anew, without "
+                "--resume. A run with --set schedule=constant, and milestones at steps, can be extended."
+            )
+    return found
+
+
+def _extend(shorter: Path, folder: Path) -> None:
+    """Begin a longer run with the checkpoints and the telemetry of a shorter one, which stays."""
+    common.note(f"extending {shorter.name}, which stays as it is")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".extend-") as place:
+        copy = Path(place) / folder.name
+        shutil.copytree(shorter / "checkpoints", copy / "checkpoints")
+        for name in ("telemetry.jsonl", "environment.jsonl"):
+            if (shorter / name).is_file():
+                shutil.copyfile(shorter / name, copy / name)
+        copy.rename(folder)
+
+
+def _check_folders(jobs: Sequence[Job], out: Path, resume: bool, longer: Mapping[Path, Path]) -> None:
+    """Raise if a new run would overwrite a run, or if there is none to resume or to extend."""
     from ..training.checkpoint import last_step
 
-    if resume and not any(job.folder.is_dir() for job in jobs):
+    if resume and not longer and not any(job.folder.is_dir() for job in jobs):
         there = sorted(path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
         held = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "") or "no run"
         raise ValueError(
@@ -238,7 +330,7 @@ def _show(done: "Sequence[tuple[Job, Record]]", as_json: bool) -> None:
     if unscaled := [(job, record) for job, record in done if "temperature" not in record.calibration]:
         job, record = max(unscaled, key=lambda pair: pair[1].calibration["ece"])
         ece = record.calibration["ece"] if job.recipe.method == "cmcl" else 0.0
-        common.say_unscaled(job.folder, job.recipe.data, ece)
+        common.say_unscaled(job.folder, job.recipe.data, job.recipe.network, ece)
     for row in rows:
         typer.echo(row["run"])  # not wrapped, to be copied
 

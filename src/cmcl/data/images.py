@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 
 # Pillow runs another program for EPS, and reads only the header of the others
 _NOT_READ = {"EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF"}
+GREY = {"1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L"}  # modes of Pillow without colours
 _ORIENTATION = 0x0112  # EXIF tag of how a photo is turned; from 5 on, width and height are swapped
 
 
@@ -170,10 +171,25 @@ def wrong_size(path: Path, got: tuple[int, ...], needed: tuple[int, ...]) -> Val
     return ValueError(f"{path} must be {must} pixels (height x width). Got {came}. Pass --resize.")
 
 
+def are_grey(files: Sequence[Path]) -> bool:
+    """Whether no image has colours, by its mode. Reads no pixels."""
+
+    def mode(path: Path) -> str:
+        with _opened(path) as image:
+            return image.mode
+
+    return all(found in GREY for found in collect(mode, files))
+
+
+def displayed_size(path: Path) -> Size:
+    """(H, W) of an image as displayed. Reads no pixels."""
+    with _opened(path) as image:
+        return image.size[::-1] if image.getexif().get(_ORIENTATION, 1) < 5 else image.size
+
+
 def image_size(pair: Pair) -> Size:
     """Size of the image as displayed; its mask must have the same. Reads no pixels."""
-    with _opened(pair.image) as image:
-        size = image.size[::-1] if image.getexif().get(_ORIENTATION, 1) < 5 else image.size
+    size = displayed_size(pair.image)
     if (mask := stored_size(pair.mask)) != size:
         got = f"Got {mask} and {size}"
         raise ValueError(f"{pair.mask} must have the size of its image. {got}. Correct the mask.")

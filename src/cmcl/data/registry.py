@@ -149,22 +149,49 @@ def load(name: str, *, split: str = "train", root: str | Path | None = None, **o
     """Load one split of a dataset.
 
     Args:
-        name: a key of `DATASETS`.
+        name: a key of `DATASETS`, or "folder:PATH", where options may follow: "folder:photos?size=32&mode=L".
         split: "train" or "test"; also "validation" for a folder that has one.
         root: folder that holds the datasets; default: `CMCL_DATA`, then `~/.cache/cmcl`.
         options: arguments of the dataset's own `load`, such as `size` for "folder"; JSON values, because a
             saved transform records them.
     """
-    info = dataset_info(name)
+    kind, path, own = parse_address(name)
+    info, root, options = dataset_info(kind), path or root, own | options
     if split not in info.splits:
         raise ValueError(f"split of {name} must be one of {', '.join(info.splits)}. Got {split!r}.")
-    read = import_module(f".{name}", __package__).load
+    read = import_module(f".{kind}", __package__).load
     known = signature(read).parameters.keys() - {"split", "root"}
     for option in sorted(options.keys() - known):
         raise TypeError(f"{option} must be an option of {name}. {nearest(option, sorted(known))}")
     options = _as_json(options)
     dataset: Dataset = read(split=split, root=root, **options)
     return replace(dataset, recipe={"name": name, "split": split, "options": options})
+
+
+def parse_address(name: str) -> tuple[str, str | None, dict[str, Any]]:
+    """Dataset, folder and options of "folder:photos?size=32"; of a plain name, the name alone."""
+    kind, colon, rest = name.partition(":")
+    if not colon:
+        return name, None, {}
+    path, _, query = rest.partition("?")
+    if kind != FOLDER.name or not path:
+        raise ValueError(f"name must be a dataset, or folder:PATH for your own images. Got {name!r}.")
+    options = {}
+    for pair in filter(None, query.split("&")):
+        option, _, value = pair.partition("=")
+        try:
+            options[option] = json.loads(value)
+        except ValueError:
+            options[option] = value
+    return kind, path, options
+
+
+def address(path: str, options: Mapping[str, Any]) -> str:
+    """The name by which `load` finds a folder of a user's own images; `parse_address` is the inverse."""
+    if "?" in path:
+        raise ValueError(f"folder must have a path without a question mark. Got {path!r}. Rename it.")
+    texts = {k: v if isinstance(v, str) else json.dumps(v, separators=(",", ":")) for k, v in options.items()}
+    return f"{FOLDER.name}:{path}" + ("?" if texts else "") + "&".join(f"{k}={v}" for k, v in texts.items())
 
 
 def dataset_info(name: str) -> DatasetInfo:

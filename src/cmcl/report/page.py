@@ -19,7 +19,7 @@ from ..reproduction.claims import Verdict, judge
 from ..reproduction.recipes import find
 from ..reproduction.record import Record
 from ..training.config import Recipe
-from . import figures
+from . import figures, modern
 from .examples import Examples, Shot, compared, scenes
 from .figures import Figure
 from .load import METHODS, Inputs, Run, grouped, method_of
@@ -93,6 +93,10 @@ def save_figures(inputs: Inputs, folder: Path, format: str) -> None:
 def sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> list[Section]:
     """Everything below the verdict but the records; sections without content are left out."""
     found = list(_paper_sections(inputs, verdicts)) if inputs.paper else []
+    records = inputs.evidence.records
+    drawn = (modern.error_against_seconds(records), modern.gain_against_size(records))
+    if shown := [figure for figure in drawn if figure]:
+        found.append(Section("modern", "Members trained as today", figures=shown))
     datasets = grouped(inputs.runs, lambda run: run.dataset)
     own = sum(runs[0].data is None for runs in datasets)
     for number, runs in enumerate(datasets, start=1):

@@ -19,19 +19,22 @@ from ..training import Diverged, Interrupted, Options
 from ..training.checkpoint import DamagedError, FolderInUseError, last_step
 from ..training.config import Recipe
 from ..training.cuda import find_device
-from .cells import Cell, fills, known_checksums
+from .cells import MODERN, Cell, fills, known_checksums
 from .environment import device_name
 from .recipes import find
 from .record import Record, load_records
-from .runner import ending_at, load_ood, run, run_folder
+from .runner import ending_at, load_data, load_ood, run, run_folder
 
 MORE_SEEDS = ("more seeds",)
-ORDER = (  # words of a cell's `where`; seed 0 of each, then the other seeds of the most important cells
+LARGE = ("vggnet17", "googlenet18")
+ORDER = (  # words of a cell's `where`; seed 0 of each, then the other seeds of the headline's cells
     *(("table3", "resnet20"), ("table1",), ("fig1",), ("fig2",), ("fig4bc",), ("fig3",)),
+    *(("table3", network, data) for data in ("cifar10", "svhn") for network in LARGE),
+    ("table2", "m5"),
     MORE_SEEDS,
-    *(("fig4a",), ("table3", "vggnet17"), ("table2", "m5"), ("table3", "googlenet18"), ("table2", "m10")),
+    *(("fig4a",), ("table2", "m10"), (MODERN,)),
 )
-FIRST = (("table3", "resnet20", "cifar10"), ("table1",))  # their other seeds come at `MORE_SEEDS`
+FIRST = tuple(("table3", "resnet20", method) for method in ("ie", "cmcl"))  # their seeds come at MORE_SEEDS
 # of one run; the campaign continues with the next
 SKIPPED = (Diverged, DamagedError, FolderInUseError, FileNotFoundError, torch.OutOfMemoryError)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -108,6 +111,7 @@ def campaign(
     report = Report(
         plan(cells, seeds=seeds, results=results, runs=runs, root=root, shard=shard, options=options)
     )
+    sets, loaded = None, None  # the data of the last run: the next one often has the same
     for job in [] if dry_run else report.jobs:
         own = [cell for cell in cells if cell.name == job.name]
         if job.seed in _seeds_done(own, load_records(results), root):  # another process trained it meanwhile
@@ -118,11 +122,11 @@ def campaign(
             report.late.append(job)
             continue
         say(f"{job.label}: started" + (f", expected to take {job.seconds:.0f} s" if job.seconds else ""))
-        how = ending_at(end, options)
+        recipe, how = find(job.name), ending_at(end, options)
         try:
-            (record,) = run(
-                job.name, (job.seed,), out=runs, results=results, root=root, cache=cache, options=how
-            )
+            if loaded != (wanted := (recipe.data, recipe.preprocess, recipe.subset, recipe.validation)):
+                sets, loaded = load_data(recipe, root=root, cache=cache), wanted
+            (record,) = run(job.name, (job.seed,), out=runs, results=results, sets=sets, options=how)
         except Interrupted as stop:
             report.progressed, report.stopped = True, stop.reason
             report.late.append(job)

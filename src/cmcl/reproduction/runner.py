@@ -16,12 +16,15 @@ from torch import Tensor
 
 from .. import data
 from .._files import replacing
+from .._messages import first_line
 from ..data.dataset import Dataset, identities, split_validation, stratified_subset
 from ..data.registry import nearest
 from ..data.transforms import PRESETS, Transform, fit_cached, transform_cached
-from ..ensemble import Ensemble
+from ..ensemble import Ensemble, in_eval
+from ..lazy import import_function
 from ..networks import NETWORKS
 from ..serialization import save_temperature, saved_checksum
+from ..splitting import shareable_layers
 from ..training import Options, Result, fit
 from ..training.batches import hold_out
 from ..training.checkpoint import last_step, locked
@@ -29,6 +32,7 @@ from ..training.config import Recipe
 from ..training.preflight import preflight
 from ..training.scoring import held_out_temperature
 from . import environment
+from .custom import described
 from .evaluate import evaluate_errors, evaluate_run
 from .gallery import GalleryBuilder
 from .recipes import OOD, find
@@ -62,6 +66,7 @@ def run(
     steps: int | None = None,
     test_limit: int | None = None,
     held_out: Dataset | None = None,
+    sets: RunData | None = None,
 ) -> list[Record]:
     """Train a recipe with each of these seeds and evaluate it: a run folder and a record per seed.
 
@@ -77,6 +82,7 @@ def run(
         steps: shorten the runs to this number of steps, to try them out. Such a record fills no cell.
         test_limit: evaluate on this number of test examples only. Such a record fills no cell.
         held_out: raw images to fit the temperature to, if the recipe holds out none.
+        sets: the data, if they are loaded already.
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must be different numbers, at least one. Got {list(seeds)}.")
@@ -86,7 +92,7 @@ def run(
     options = options or Options()
     end = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     environment.current(options)  # raises before the data are loaded
-    sets = load_data(recipe, root=root, cache=cache)
+    sets = sets or load_data(recipe, root=root, cache=cache)
     records = []
     for seed in seeds:
         folder = run_folder(out, name, recipe, seed)
@@ -120,7 +126,12 @@ def _train(
     recipe: Recipe, seed: int, sets: RunData, folder: Path, options: Options, test_limit: int | None
 ) -> tuple[Ensemble, dict[str, Any]]:
     """The trained ensemble, and the fields of its record about training."""
-    now, ensemble = environment.current(options), build(recipe, seed, sets.transform)
+    example = sets.train.images[:2]
+    if example.dtype == torch.uint8 and sets.transform is not None:
+        example = sets.transform.transform(example)
+    now, ensemble = environment.current(options), build(recipe, seed, sets.transform, example)
+    if recipe.network not in NETWORKS:
+        _check_outputs(ensemble, example, sets.train, str(recipe.network))
     # raises before anything is written
     preflight(
         ensemble, sets.train, None, recipe=recipe, seed=seed, task=None, ignore_index="auto", options=options
@@ -197,6 +208,7 @@ def _evaluate(
         full_test=len(test) == len(sets.test),
         checksums=sets.checksums,
         ood=None if ood is None else OOD[str(recipe.data)],
+        network=None if recipe.network in NETWORKS else described(ensemble.members),
         validation=None if held_out is None else evaluate_errors(ensemble, held_out, batch_size=batch),  # type: ignore[arg-type]
         **facts,
         **evaluated,
@@ -247,20 +259,29 @@ def load_ood(name: str | None, root: str | Path | None) -> Dataset | None:
         return None
 
 
-def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ensemble:
-    """The untrained ensemble: its weights depend on network, members and seed alone."""
+def build(
+    recipe: Recipe, seed: int, transform: Transform | None = None, example: Tensor | None = None
+) -> Ensemble:
+    """The untrained ensemble: its weights depend on network, members and seed alone.
+
+    Features of a user's own network are shared after the layer that is suggested for `example`, two inputs.
+    """
     if recipe.network is None:
         raise ValueError(
             "recipe.network must name a network. Got None. Build the ensemble and call cmcl.fit."
         )
-    network, options = named("network", recipe.network, NETWORKS), recipe.network_options
+    network, options = find_network(recipe.network), recipe.network_options
     _check_options(recipe.network, options, network)
+    layer = "stem" if recipe.sharing else None
+    if recipe.sharing and recipe.network not in NETWORKS and example is not None:
+        found = [one.name for one in shareable_layers(network(**options), example) if one.suggested]
+        layer = found[0] if found else layer  # "stem" raises, with the layers that there are
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         ensemble = Ensemble(
             lambda: network(**options),
             recipe.members,
-            share_after="stem" if recipe.sharing else None,
+            share_after=layer,
             share_prob=recipe.share_prob,
         )
     ensemble.transform = transform
@@ -270,15 +291,66 @@ def build(recipe: Recipe, seed: int, transform: Transform | None = None) -> Ense
 def _check_options(network: str, options: Mapping[str, Any], build: Callable[..., Any]) -> None:
     """Raise for misspelt names and values of a wrong type: the text "False" would count as true."""
     known = inspect.signature(build).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     for name, value in options.items():
         if name not in known:
+            if takes_any:
+                continue
             hint = nearest(name, list(known))
             raise ValueError(f"network_options must be options of {network}. Got {name!r}. {hint}")
+        if network not in NETWORKS:  # a user's function checks for itself
+            continue
         try:
             TypeAdapter(known[name].annotation).validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise ValueError(f"network_options.{name} must be {reason}. Got {value!r}.") from None
+
+
+def find_network(name: str) -> Callable[..., Any]:
+    """What builds a member: a network of cmcl's own, or the user's MODULE:FUNCTION."""
+    if ":" in name:
+        return import_function(name, "recipe.network must be a known name, or")
+    found: Callable[..., Any] = named("network", name, NETWORKS)
+    return found
+
+
+def options_for(network: str, shape: Sequence[int], classes: int) -> dict[str, Any]:
+    """The arguments that fit a network to images (C, H, W) and their classes, as far as it takes them."""
+    channels, height, width = shape
+    size = height if height == width else [height, width]
+    offered = {
+        **dict.fromkeys(("classes", "num_classes", "n_classes"), classes),
+        **dict.fromkeys(("channels", "in_channels", "in_chans"), channels),
+        **dict.fromkeys(("size", "image_size", "img_size"), size),
+    }
+    known = inspect.signature(find_network(network)).parameters.values()
+    named = [p for p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if lacking := [p.name for p in named if p.default is p.empty and p.name not in offered]:
+        raise ValueError(
+            f"{network} must be a function whose arguments have defaults or are among {', '.join(offered)}, "
+            f"which are taken from the data. Got {', '.join(lacking)}. Give it a default, or write a "
+            "function without it."
+        )
+    return {p.name: offered[p.name] for p in named if p.name in offered}
+
+
+def _check_outputs(ensemble: Ensemble, example: Tensor, train: Dataset, network: str) -> None:
+    """Raise unless a network of the user's has one output per class: more would be noticed by nobody."""
+    with torch.no_grad(), in_eval(ensemble):
+        try:
+            logits = ensemble(example)
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"{network} must take images {tuple(example.shape[1:])} of {train.source}. torch says: "
+                f"{first_line(error)}. Let the function take channels and size, which are those of the data, "
+                "or convert the images: --option mode=RGB, --option size=[HEIGHT,WIDTH]."
+            ) from error
+    if (outputs := logits.shape[2]) != (count := len(train.classes)):
+        raise ValueError(
+            f"{network} must have an output per class of {train.source}, {count}. Got {outputs}. "
+            "Let the function take an argument `classes`, or build its last layer with that number."
+        )
 
 
 def named(field: str, name: str, known: Mapping[str, Any]) -> Any:

@@ -325,8 +325,10 @@ class RunFolder:
             if then == now:
                 continue
             if name == "recipe":
-                keys = [key for key in {**then, **now} if then.get(key) != now.get(key)]
-                then, now = (", ".join(f"{key}={r.get(key)!r}" for key in keys) for r in (then, now))
+                state.recipe.check_extends(Recipe.from_json(then))
+                if found.step > state.steps:
+                    raise ValueError(f"steps must be at least {found.step}, those done. Got {state.steps}.")
+                continue
             raise ValueError(f"{name} must be that of the run to resume, {then}. Got {now}.")
 
 

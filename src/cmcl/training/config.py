@@ -18,6 +18,8 @@ from pydantic.dataclasses import dataclass
 from .._schema import explains_errors
 
 SCHEMA = 3  # of `Recipe`; raise it when a field is added, removed or changes its meaning
+# Fields that came after this version: with these values a recipe has the hash that it had without them.
+LATER = {"flip_at_test": False}
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=1, le=2**53)]
@@ -87,7 +89,7 @@ class Recipe:
     steps: Count | None = None
     batch_size: Count = 128
     accumulate: Count = 1  # parts that a batch is computed in, to save memory
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "sgd"
     lr: Positive = 0.1
     schedule: Literal["constant", "cosine", "linear"] = "constant"  # of lr, falling to 0 at the end
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of the run in which lr rises from 0
@@ -105,6 +107,7 @@ class Recipe:
     # initial weights would still count.
     ema: Annotated[float, Field(ge=0, le=0.25)] = 0.0
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of the training set that is held out
+    flip_at_test: bool = False  # predictions are averaged with those for mirror images
 
     _plain = field_validator("*", mode="before")(_plain_number)
 
@@ -176,6 +179,35 @@ class Recipe:
         temperature: float = self.temperature * 1e-3 ** (step / steps)
         return temperature
 
+    @property
+    def tied_to_length(self) -> list[str]:
+        """The fields by which a step depends on the length of the run, which then cannot be extended."""
+        used = {
+            "schedule": self.schedule != "constant",
+            "warmup": self.warmup > 0,
+            "milestones": any(when < 1 for when, _ in self.milestones),
+            "decay": self.decay < 1 and self.decay_steps is None,
+            "evolve": self.evolve > 0,
+            "rule": self.rule == "annealed",
+            "ema": self.ema > 0,
+        }
+        return [name for name, applies in used.items() if applies]
+
+    def check_extends(self, other: "Recipe") -> None:
+        """Raise unless this recipe is the other one with another length, on which no step depends."""
+        own, before = self.to_json(), other.to_json()
+        fixed = [key for key in own if own[key] != before[key] and key not in ("epochs", "steps")]
+        if fixed or not self.tied_to_length:
+            now, then = (", ".join(f"{key}={values[key]!r}" for key in fixed) for values in (own, before))
+            _must(not fixed, f"recipe must be that of the run to resume, {then}", now)
+            return
+        field = self.tied_to_length[0]
+        raise ValueError(
+            f"a run to extend must do the same in each step whatever its length. Got {field}={own[field]!r}. "
+            "Train anew in another folder. What can be extended has schedule='constant', milestones at steps "
+            "(whole numbers) or decay_steps, and no warmup, evolve or ema."
+        )
+
     def total_steps(self, examples: int, batch_size: int | None = None) -> int:
         """Steps of the whole run on this number of training examples; a DataLoader has its own batch size."""
         if self.steps is not None:
@@ -212,7 +244,8 @@ class Recipe:
     @cached_property
     def hash(self) -> str:
         """A checksum of all fields and the schema's version; equal for equal recipes only."""
-        content = json.dumps({"schema": SCHEMA, **self.to_json()}, sort_keys=True)
+        values = {key: v for key, v in self.to_json().items() if key not in LATER or v != LATER[key]}
+        content = json.dumps({"schema": SCHEMA, **values}, sort_keys=True)
         return sha256(content.encode()).hexdigest()[:16]
 
 

@@ -113,6 +113,7 @@ def fit(
             )
             ensemble.transform, ensemble.classes = plan.transform, plan.classes
             ensemble.temperature = None  # of other weights, if any
+            ensemble.flip_at_test |= recipe.flip_at_test
         if recipe.method != "ie" and recipe.warm_start >= epochs:
             warn(
                 f"the run ends in its warm start ({recipe.warm_start} epochs of {epochs}), so it trains an "

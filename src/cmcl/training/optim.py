@@ -12,6 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from ..ensemble import Ensemble
 from .config import Recipe
 from .cuda import copy_all
+from .muon import Muon
 
 
 def make_optimizer(ensemble: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
@@ -29,6 +30,8 @@ def make_optimizer(ensemble: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": free, "weight_decay": 0.0}]
     device = trained[0].device
     lr: Any = torch.tensor(recipe.lr, device=device) if device.type == "cuda" else recipe.lr
+    if recipe.optimizer == "muon":
+        return Muon(decayed, free, lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
     if recipe.optimizer == "sgd":
         sgd = torch.optim.SGD(groups, lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
         return _ready(sgd)

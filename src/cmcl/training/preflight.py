@@ -113,6 +113,8 @@ def preflight(
         independent_loss(logits, two.to(logits.device), task=task, ignore_index=not_counted)
     check_targets(targets)
     _check_augment(recipe, train, images, targets, not_counted)
+    if recipe.flip_at_test and images.ndim != 4:
+        raise ValueError(f"images must be (N, C, H, W) for flip_at_test. Got {tuple(images.shape)}.")
     augment = augmented(recipe.augment, classes, augment) if recipe.augment or augment else None
     if augment is not None:
         _try_augment(augment, inputs_of(transform, images[:2]).to(device), targets[:2].to(device))

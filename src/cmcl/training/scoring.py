@@ -9,29 +9,34 @@ from torch.utils.data import DataLoader
 from .. import _checks, calibration, metrics
 from ..data.dataset import Dataset, not_ignored
 from ..ensemble import Ensemble
-from .batches import Data, tensors
+from .batches import Batch, Data, tensors
 from .preflight import AUTO, as_data, inputs_of, resolved
 
 LARGEST = 2**22  # probabilities that a temperature is fitted to: more examples would hardly change it
 
 
 def evaluate(
-    ensemble: Ensemble, data: Data, *, batch_size: int = 1000, ignore_index: int | str | None = AUTO
+    ensemble: Ensemble,
+    data: Data,
+    *,
+    batch_size: int = 1000,
+    ignore_index: int | str | None = AUTO,
+    flip: bool | None = None,
 ) -> dict[str, float]:
     """Errors in percent: `top1` (averaged), `picked` (most confident member), `oracle`, `member` (mean).
 
     Memory does not grow with the number of examples. `cmcl.metrics` gives the same as fractions, 0 to 1.
-    `data` and `ignore_index` are as for `fit`.
+    `data` and `ignore_index` are as for `fit`, `flip` as for `Ensemble.predict`.
     """
     scores = metrics.Accumulator()
-    for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index):
+    for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index, flip):
         scores.update(probs, targets, ignore_index=ignore)
     return errors(scores)
 
 
 def held_out_temperature(
     ensemble: Ensemble,
-    data: Dataset,
+    data: Dataset | Batch,
     *,
     batch_size: int = 1000,
     ignore_index: int | str | None = AUTO,
@@ -43,7 +48,7 @@ def held_out_temperature(
     generator, parts = torch.Generator().manual_seed(0), []
     for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index):
         averaged, labels = probs.mean(0).movedim(1, -1).flatten(0, -2), targets.flatten()  # (Q, C), (Q,)
-        fraction = LARGEST / (averaged.shape[1] * data.targets.numel())
+        fraction = LARGEST / (averaged.shape[1] * tensors(data)[1].numel())
         kept = not_ignored(labels, ignore) & (torch.rand(len(labels), generator=generator) < fraction)
         parts.append((averaged[kept], labels[kept]))
     averaged, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
@@ -57,11 +62,15 @@ def errors(scores: metrics.Accumulator) -> dict[str, float]:
 
 
 def _predictions(
-    ensemble: Ensemble, data: Data, batch_size: int, ignore_index: int | str | None
+    ensemble: Ensemble,
+    data: Data,
+    batch_size: int,
+    ignore_index: int | str | None,
+    flip: bool | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, int | None]]:
     """Each batch of members' probabilities (M, b, C, ...), with its targets and the one not counted."""
     for images, targets in _batches(as_data("data", data, ensemble), batch_size):
-        logits = next(ensemble.stream(inputs_of(ensemble.transform, images), len(images)))
+        logits = next(ensemble.stream(inputs_of(ensemble.transform, images), len(images), flip=flip))
         _checks.no_numbers(logits)
         ignore = resolved(ignore_index, targets, logits.shape[2], dense=targets.ndim > 1)
         yield logits.float().softmax(2).cpu(), targets.cpu(), ignore
