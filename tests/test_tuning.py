@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import cmcl
 from cmcl.report.load import load
 from cmcl.reproduction import recipes, runner, tuning
-from cmcl.reproduction.tuning import shortened, successive_halving, tune
+from cmcl.reproduction.tuning import successive_halving, tune
 
 needs_altair = pytest.mark.skipif(
     not (find_spec("altair") and find_spec("vl_convert")), reason="needs altair and vl-convert-python"
@@ -69,13 +69,13 @@ def test_the_best_wins_if_errors_do_not_depend_on_the_length(n, eta, random):
 
 def test_shortening_keeps_the_schedule_in_proportion():
     recipe = replace(BASE, epochs=None, steps=900, milestones=((300, 0.1), (0.5, 0.2)), warm_start=30)
-    short = shortened(recipe, 1 / 3)
+    short = recipe.shortened(1 / 3)
     assert (short.steps, short.warm_start, short.milestones) == (300, 10, ((100, 0.1), (0.5, 0.2)))
     for step in (0, 99, 100, 149, 150, 299):
         assert short.lr_at(step, 300) == recipe.lr_at(3 * step, 900)
-    assert shortened(recipe, 1) is recipe
-    assert shortened(replace(recipe, decay=0.5, decay_steps=9), 1 / 3).decay_steps == 3
-    assert shortened(replace(recipe, steps=2, milestones=()), 1 / 9).steps == 1
+    assert recipe.shortened(1) is recipe
+    assert replace(recipe, decay=0.5, decay_steps=9).shortened(1 / 3).decay_steps == 3
+    assert replace(recipe, steps=2, milestones=()).shortened(1 / 9).steps == 1
 
 
 @pytest.fixture

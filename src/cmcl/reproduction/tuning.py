@@ -7,7 +7,7 @@ The learning-rate schedule scales with the length, so a longer run starts from s
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -51,27 +51,11 @@ def successive_halving(candidates: Mapping[str, Recipe], score: Score, *, eta: i
     last = math.floor(math.log(len(left), eta) + 1e-9)  # so that one candidate trains at full length
     for i in range(last + 1):
         fraction = eta ** (i - last)
-        errors = {name: score(name, shortened(candidates[name], fraction)) for name in left}
+        errors = {name: score(name, candidates[name].shortened(fraction)) for name in left}
         keep = math.ceil(len(left) / eta) if i < last else 1
         left = sorted(errors, key=errors.__getitem__)[:keep]  # stable
         rungs.append(Rung(fraction, errors, left))
     return rungs
-
-
-def shortened(recipe: Recipe, fraction: float) -> Recipe:
-    """The recipe over a fraction of its length; warm start and schedule scale with it."""
-    if fraction == 1:
-        return recipe
-    return replace(
-        recipe,
-        epochs=recipe.epochs and recipe.epochs * fraction,
-        steps=recipe.steps and max(1, round(recipe.steps * fraction)),
-        warm_start=round(recipe.warm_start * fraction),
-        decay_steps=recipe.decay_steps and max(1, round(recipe.decay_steps * fraction)),
-        milestones=tuple(
-            (max(1, round(when * fraction)) if when >= 1 else when, by) for when, by in recipe.milestones
-        ),
-    )
 
 
 def tune(
@@ -170,5 +154,5 @@ def _table(rung: Rung, candidates: Mapping[str, Recipe]) -> dict[str, Any]:
     ]
     return {
         "fraction": rung.fraction,
-        "length": _length(shortened(next(iter(candidates.values())), rung.fraction)),
+        "length": _length(next(iter(candidates.values())).shortened(rung.fraction)),
     } | {"rows": rows}
