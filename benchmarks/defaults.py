@@ -196,7 +196,8 @@ def table(results: Path) -> str:
         for setting in settings:
             differences, better, worse = [], 0, 0
             for cell in cells:
-                ours, theirs = rows[(*cell, setting)], rows[(*cell, "ie")]
+                ours = rows[(*cell, setting)]
+                theirs = rows[(*cell, "ie")][: len(ours)]  # the same splits
                 differences.append(np.mean(ours) - np.mean(theirs))
                 if setting != "ie":
                     p = stats.ttest_rel(ours, theirs).pvalue

