@@ -112,7 +112,7 @@ class Recipe:
     @field_validator("overlap", mode="before")
     @classmethod
     def _count_or_auto(cls, value: Any) -> Any:
-        known = isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+        known = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
         if value is None or known or (isinstance(value, str) and value == "auto"):
             return value
         raise ValueError(f"overlap must be an integer from 1 on, or 'auto'. Got {value!r}.")
