@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cmcl import assign, confident_oracle_loss, independent_loss, oracle_loss, winner_takes_all
+from cmcl import _checks, assign, confident_oracle_loss, independent_loss, oracle_loss, winner_takes_all
 from test_objectives import draw, gradient
 
 LOSSES = torch.tensor([[1.0, 4.0], [2.0, 3.0], [3.0, 2.0], [4.0, 1.0]])  # four members, two examples
@@ -221,3 +221,49 @@ def test_compiles_in_one_graph_for_all_values_of_a_schedule(rule):
             ours = compiled(LOSSES, torch.tensor(k), torch.tensor(t))
             k = torch.tensor(k)
             assert ours.allclose(assign(LOSSES, rule=rule, overlap=k, epsilon=t, temperature=t))
+
+
+class TestSchedulesInCompiledCode:
+    """Overlap, epsilon and temperature are inputs of the compiled step: a schedule changes no code."""
+
+    @pytest.fixture
+    def compilations(self):
+        torch.compiler.reset()
+        compiled = []
+
+        def backend(graph, inputs):
+            compiled.append(graph)
+            return graph.forward
+
+        yield (
+            lambda function: torch.compile(function, backend=backend, fullgraph=True, dynamic=False),
+            compiled,
+        )
+        torch.compiler.reset()
+
+    @pytest.mark.parametrize(
+        ("options", "name", "values"),
+        [
+            ({}, "overlap", [5, 4, 3, 2, 1]),
+            ({"rule": "relaxed", "overlap": 2}, "epsilon", [0.3, 0.1, 0.0]),
+            ({"rule": "relaxed"}, "overlap", [5, 3, 1]),
+            ({"rule": "annealed", "overlap": 1}, "temperature", [10.0, 1.0, 1e-3]),
+        ],
+        ids=["evolving", "epsilon", "relaxed, evolving", "annealed"],
+    )
+    def test_one_compilation_for_all_values(self, compilations, options, name, values):
+        compile, compiled = compilations
+        logits, targets = torch.randn(5, 8, 3), torch.randint(3, (8,))
+
+        def loss(logits, targets, value):
+            return confident_oracle_loss(logits, targets, **options, **{name: value})
+
+        fast = compile(loss)
+        with _checks.blindly():  # as in a training step
+            for value in values:
+                found, expected = (one(logits, targets, torch.tensor(value)) for one in (fast, loss))
+                for ours, theirs in zip(found, expected, strict=True):
+                    assert torch.equal(ours, theirs)
+            assert len(compiled) == 1
+            fast(logits[:, :4], targets[:4], torch.tensor(values[0]))
+            assert len(compiled) == 2, "the test counts: another shape is another compilation"

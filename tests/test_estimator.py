@@ -76,6 +76,22 @@ def test_default_overlap_fits_the_members(iris, members, overlap):
     assert model.get_params()["overlap"] is None
 
 
+def test_the_overlap_is_chosen(iris):
+    """As `fit` chooses it; tests/test_choosing.py has cases where 1, members - 1 and members win."""
+    model = small(overlap="auto", epochs=5).fit(*iris)
+    assert model.overlap_ in (1, 2, 3)
+    assert model.specialist_fraction_.sum() == pytest.approx(model.overlap_)
+    given = small(overlap=model.overlap_, epochs=5).fit(*iris)
+    np.testing.assert_array_equal(model.predict_proba(iris[0]), given.predict_proba(iris[0]))
+
+
+def test_the_default_width(iris, digits):
+    images = digits[0].astype(np.float32)
+    for X, y, hidden in ((*iris, 256), (images, digits[1], 64)):
+        model = small(members=1, overlap=1, epochs=0.1).fit(X, y)
+        assert model.ensemble_.members[0].options["hidden"] == hidden
+
+
 def test_specialist_fraction(fitted):
     assert fitted.specialist_fraction_.sum() == pytest.approx(2), "each example is learned by K = 2 members"
     np.testing.assert_allclose(fitted.specialist_fraction_by_class_.sum(0), [2, 2, 2])
@@ -87,7 +103,7 @@ def test_it_is_what_fit_and_recipe_make(iris):
     ours = small(share_after="relu", beta=0.5, labels="sampled").fit(X, y)
     seed = int(np.random.RandomState(0).randint(2**31 - 1))
     torch.manual_seed(seed)
-    layers = [nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 3)) for _ in range(3)]
+    layers = [nn.Sequential(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 3)) for _ in range(3)]
     byhand = cmcl.Ensemble(layers, share_after="1")
     recipe = cmcl.Recipe(
         members=3, overlap=2, beta=0.5, labels="sampled", sharing=True,

@@ -1,7 +1,9 @@
 """Recipes: every rule, schedules worked out by hand, one objective for three methods, a hash of the meaning."""
 
+import inspect
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -11,12 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import cmcl
 from cmcl import Options, Recipe
+from cmcl.cli.train import train as train_command
 from cmcl.reproduction import find
 from cmcl.training.config import Augment, check_seed
 
+ROOT = Path(__file__).parents[1]
 BASE = Recipe(epochs=10)
 
 
@@ -37,6 +42,10 @@ BASE = Recipe(epochs=10)
         (dict(decay_steps=0), "decay_steps must .* Got 0"),
         (dict(overlap=0), "overlap must .* Got 0"),
         (dict(overlap=6), "overlap must be between 1 and 5. Got 6."),
+        (dict(overlap=2.5), "overlap must be an integer from 1 on, or 'auto'. Got 2.5"),
+        (dict(overlap=True), "overlap must be .* Got True"),
+        (dict(overlap="all"), "overlap must be .* Got 'all'"),
+        (dict(overlap="auto", rule="annealed"), "overlap must be 1 with rule='annealed'. Got auto"),
         (dict(beta=-0.1), "beta must .* Got -0.1"),
         (dict(beta=float("inf")), "beta must .*finite number. Got inf"),
         (dict(beta=float("nan")), "beta must .*finite number. Got nan"),
@@ -187,6 +196,23 @@ def test_one_objective_for_three_methods(changes, objective):
 )
 def test_the_default_overlap_is_one_less_than_the_members(changes, overlap):
     assert replace(BASE, **changes).objective["overlap"] == overlap
+
+
+def test_one_default_everywhere():
+    """K = M - 1 and beta = 0.25 in the objective, recipes, the estimator, the commands and the documents."""
+    beta = Recipe.beta
+    assert inspect.signature(cmcl.confident_oracle_loss).parameters["beta"].default == beta
+    assert cmcl.CMCLClassifier().beta == beta
+    assert cmcl.CMCLClassifier().overlap is Recipe.overlap is None
+    for members in (2, 3, 5):
+        k = Recipe(members=members, epochs=1).objective["overlap"]
+        loss = cmcl.confident_oracle_loss(torch.randn(members, 7, 4), torch.zeros(7, dtype=torch.long))
+        assert loss.assignment.sum(0).tolist() == [k] * 7 == [members - 1] * 7
+    options = inspect.signature(train_command).parameters  # None: the recipe's own
+    assert options["overlap"].default is options["beta"].default is None
+    for name in ("README.md", "docs/guides/choosing-beta-and-k.md"):
+        (said,) = re.findall(r"K = M - 1 and beta = ([\d.]+\d)", (ROOT / name).read_text())
+        assert float(said) == beta, name
 
 
 def test_rules_are_not_for_independent_training():

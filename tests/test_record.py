@@ -39,7 +39,18 @@ def test_the_schema_is_frozen():
     assert list(Record.model_fields) == [
         *("name", "recipe", "recipe_hash", "seed", "full_length", "full_test", "test_examples", "checksums"),
         *("errors", "members", "classwise", "calibration", "entropy", "network", "task", "trained_on"),
-        *("weights", "ood", "validation", "steps", "seconds", "device", "precision", "versions", "commit"),
+        *(
+            "weights",
+            "ood",
+            "validation",
+            "overlap",
+            "steps",
+            "seconds",
+            "device",
+            "precision",
+            "versions",
+            "commit",
+        ),
         *("resumed_with", "format"),
     ]
     assert RECORD.format == 2

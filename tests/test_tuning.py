@@ -15,7 +15,7 @@ from cmcl.reproduction import recipes, runner
 
 optuna = pytest.importorskip("optuna")
 tuning = pytest.importorskip("cmcl.reproduction.tuning")
-fractions, shortened, tune = tuning.fractions, tuning.shortened, tuning.tune
+fractions, tune = tuning.fractions, tuning.tune
 needs_altair = pytest.mark.skipif(
     not (find_spec("altair") and find_spec("vl_convert")), reason="needs altair and vl-convert-python"
 )
@@ -32,13 +32,13 @@ def test_fractions_by_hand():
 
 def test_shortening_keeps_the_schedule_in_proportion():
     recipe = replace(BASE, epochs=None, steps=900, milestones=((300, 0.1), (0.5, 0.2)), warm_start=30)
-    short = shortened(recipe, 1 / 3)
+    short = recipe.shortened(1 / 3)
     assert (short.steps, short.warm_start, short.milestones) == (300, 10, ((100, 0.1), (0.5, 0.2)))
     for step in (0, 99, 100, 149, 150, 299):
         assert short.lr_at(step, 300) == recipe.lr_at(3 * step, 900)
-    assert shortened(recipe, 1) is recipe
-    assert shortened(replace(recipe, decay=0.5, decay_steps=9), 1 / 3).decay_steps == 3
-    assert shortened(replace(recipe, steps=2, milestones=()), 1 / 9).steps == 1
+    assert recipe.shortened(1) is recipe
+    assert replace(recipe, decay=0.5, decay_steps=9).shortened(1 / 3).decay_steps == 3
+    assert replace(recipe, steps=2, milestones=()).shortened(1 / 9).steps == 1
 
 
 @pytest.fixture

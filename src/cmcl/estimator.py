@@ -44,11 +44,12 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             shared after "relu".
         members: M, the number of networks.
         method: "cmcl", "mcl" (no KL-to-uniform term) or "ie" (every member learns every example).
-        overlap: K, the number of specialists of each example. None: members - 1, or 1 for MCL.
+        overlap: K, the number of specialists of each example. None: members - 1, or 1 for MCL. "auto": of
+            1, members - 1 and members (an independent ensemble), by held-out error after short runs.
         beta: weight of the KL-to-uniform term.
         labels: "exact", or "sampled" for stochastic labels.
         share_after: submodule after which the members share features.
-        hidden: width of the default network.
+        hidden: width of the default network. None: 256 for vectors, 64 for images.
         epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
         validation: fraction of the examples, stratified, that is held out to fit the temperature of
             `predict_proba`: without it CMCL's probabilities are underconfident.
@@ -61,6 +62,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     Attributes:
         classes_: the classes, sorted.
         ensemble_: the trained `Ensemble`.
+        overlap_: K, given or chosen.
         specialist_fraction_: (M,) fraction of examples that each member learned in the last epoch.
         specialist_fraction_by_class_: (M, C) the same for the examples of each class.
     """
@@ -71,11 +73,11 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         *,
         members: int = 5,
         method: str = "cmcl",
-        overlap: int | None = None,
+        overlap: int | str | None = None,
         beta: float = 0.25,
         labels: str = "exact",
         share_after: str | None = None,
-        hidden: int = 64,
+        hidden: int | None = None,
         epochs: float = 50,
         batch_size: int = 64,
         optimizer: str = "adam",
@@ -144,6 +146,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         if len(held):
             kept = self._tensor(X[held]), torch.tensor(targets[held])
             self.ensemble_.temperature = held_out_temperature(self.ensemble_, kept)
+        self.overlap_ = result.overlap
         self.specialist_fraction_ = np.array(result.rows[-1]["specialist_fraction"])
         self.specialist_fraction_by_class_ = np.array(result.rows[-1]["specialist_fraction_by_class"])
         return self
@@ -165,9 +168,9 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return self._predict(X).member_probs.numpy()
 
     def _recipe(self) -> Recipe:
-        names = ("members", "method", "beta", "labels", "epochs", "batch_size", "optimizer", "lr")
+        names = ("members", "method", "overlap", "beta", "labels", "epochs", "batch_size", "optimizer", "lr")
         settings = {name: getattr(self, name) for name in (*names, "weight_decay")}
-        return Recipe(**settings, overlap=self.overlap, sharing=self.share_after is not None)
+        return Recipe(**settings, sharing=self.share_after is not None)
 
     def _plan(self) -> dict[str, Any]:
         """What the ensemble is built by; a network of the user's own has its own width."""
@@ -191,9 +194,10 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
                 "X must be vectors (N, features) or images (N, channels, height, width). Got (N, "
                 f"{', '.join(map(str, self.shape_))}); pass network= for other shapes."
             )
-        _checks.positive("hidden", self.hidden)
+        hidden = (256 if len(self.shape_) == 1 else 64) if self.hidden is None else self.hidden
+        _checks.positive("hidden", hidden)
         # int, because a grid may hold numpy's, which JSON does not know
-        return partial(plain, shape=self.shape_, classes=len(self.classes_), hidden=int(self.hidden))
+        return partial(plain, shape=self.shape_, classes=len(self.classes_), hidden=int(hidden))
 
     def _task(self, y: Array) -> TaskLoss | None:
         if self.class_weight is None:

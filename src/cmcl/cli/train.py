@@ -38,6 +38,10 @@ class Job(NamedTuple):
     folder: Path
 
 
+def _overlap(text: str) -> Any:
+    return "auto" if text == "auto" else int(text)
+
+
 def train(
     context: typer.Context,
     recipes: Annotated[
@@ -55,7 +59,9 @@ def train(
     seeds: common.Seeds = 1,
     method: Annotated[str | None, Option(help="ie, mcl or cmcl.")] = None,
     members: Annotated[int | None, Option(help="M, the number of networks.")] = None,
-    overlap: Annotated[int | None, Option(help="K, the number of specialists of an example.")] = None,
+    overlap: Annotated[
+        int | None, Option(parser=_overlap, metavar="K", help='Specialists of an example, or "auto".')
+    ] = None,
     beta: Annotated[float | None, Option(help="Weight of the KL-to-uniform term.")] = None,
     labels: Annotated[str | None, Option(help="exact, or sampled: stochastic labeling.")] = None,
     sharing: Annotated[bool | None, Option(help="Feature sharing.")] = None,

@@ -80,6 +80,7 @@ def record(
         trained_on=result.data,
         weights=saved_checksum(folder / "ensemble"),
         ood=ood.source if isinstance(ood, Dataset) else None if ood is None else "arrays",
+        overlap=result.overlap,
         steps=result.steps,
         seconds=round(result.seconds, 3),
         **environment.current(options or Options()),

@@ -102,6 +102,7 @@ class Record(Schema):
     weights: str | None = None  # checksum of the trained weights; early records lack it
     ood: str | None = None  # the dataset behind `entropy["ood"]` and AUROC
     validation: Errors | None = None  # on the held-out part of the training set
+    overlap: Count | None = None  # K, given or chosen; early records lack it
     steps: Count
     seconds: Annotated[float, Field(ge=0)]
     device: str

@@ -155,7 +155,7 @@ def _train(
     )
     if finished and result.rows:  # its last checkpoint was damaged: it was trained after all
         environment.append(folder, step, now)
-    return ensemble, _about_training(folder, result, now)
+    return ensemble, _about_training(folder, result, now) | {"overlap": result.overlap}
 
 
 def _about_training(folder: Path, result: Result, now: dict[str, Any]) -> dict[str, Any]:

@@ -40,22 +40,6 @@ def fractions(count: int, eta: int) -> list[float]:
     return [eta ** (i - last) for i in range(last + 1)]
 
 
-def shortened(recipe: Recipe, fraction: float) -> Recipe:
-    """The recipe over a fraction of its length; warm start and schedule scale with it."""
-    if fraction == 1:
-        return recipe
-    return replace(
-        recipe,
-        epochs=recipe.epochs and recipe.epochs * fraction,
-        steps=recipe.steps and max(1, round(recipe.steps * fraction)),
-        warm_start=round(recipe.warm_start * fraction),
-        decay_steps=recipe.decay_steps and max(1, round(recipe.decay_steps * fraction)),
-        milestones=tuple(
-            (max(1, round(when * fraction)) if when >= 1 else when, by) for when, by in recipe.milestones
-        ),
-    )
-
-
 def tune(
     name: str,
     *,
@@ -111,7 +95,7 @@ def tune(
         for key in ("beta", "overlap"):
             trial.suggest_categorical(key, sorted({getattr(one, key) for one in candidates.values()}))
         for i, fraction in enumerate(rungs):
-            part = shortened(candidates[candidate], fraction)
+            part = candidates[candidate].shortened(fraction)
             try:
                 error = _held_out(candidate, part, seeds, shared)
             except (Interrupted, KeyboardInterrupt):
@@ -252,6 +236,6 @@ def _rungs(
 
     whole = next(iter(candidates.values()))
     return [
-        {"fraction": fraction, "length": _length(shortened(whole, fraction)), "rows": rows(i)}
+        {"fraction": fraction, "length": _length(whole.shortened(fraction)), "rows": rows(i)}
         for i, fraction in enumerate(rungs)
     ]

@@ -132,6 +132,12 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
 
+def saved_recipe(folder: Path) -> Recipe | None:
+    """The recipe of a run's last checkpoint; None if it has no checkpoint."""
+    found = Checkpoints(folder / "checkpoints").latest()
+    return None if found is None else Recipe.from_json(found.facts.recipe)
+
+
 def last_step(folder: Path) -> int | None:
     """The step in the name of a run's last checkpoint; None if it has no checkpoint."""
     return max(map(_step_of, _paths(folder / "checkpoints")), default=None)

@@ -6,7 +6,7 @@ Neither needs torch, so that commands which only list or plan start quickly.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
 from functools import cached_property
 from hashlib import sha256
 from numbers import Integral, Real
@@ -72,7 +72,8 @@ class Recipe:
 
     method: Literal["ie", "mcl", "cmcl"] = "cmcl"
     members: Count = 5
-    overlap: Count | None = None  # K: specialists of each example; None: members - 1, or 1 for MCL
+    # K: specialists of each example; None: members - 1, or 1 for MCL; "auto": chosen on held-out examples
+    overlap: int | Literal["auto"] | None = None
     beta: NotNegative = 0.25  # weight of the KL-to-uniform term; the paper has 0.75
     labels: Literal["exact", "sampled"] = "exact"  # "sampled": stochastic labels
     samples: Count = 1  # S, random labels per member and example
@@ -111,6 +112,14 @@ class Recipe:
 
     _plain = field_validator("*", mode="before")(_plain_number)
 
+    @field_validator("overlap", mode="before")
+    @classmethod
+    def _count_or_auto(cls, value: Any) -> Any:
+        known = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+        if value is None or known or (isinstance(value, str) and value == "auto"):
+            return value
+        raise ValueError(f"overlap must be an integer from 1 on, or 'auto'. Got {value!r}.")
+
     @field_validator("augment", mode="before")
     @classmethod
     def _to_augment(cls, value: Any) -> Any:
@@ -130,7 +139,7 @@ class Recipe:
         object.__setattr__(self, "network_options", dict(self.network_options))
         if self.network is not None and self.sharing is None:  # no ensemble of the caller's to ask
             object.__setattr__(self, "sharing", False)
-        fits = self.overlap is None or self.overlap <= self.members
+        fits = not isinstance(self.overlap, int) or self.overlap <= self.members
         _must(fits, f"overlap must be between 1 and {self.members}", self.overlap)
         _must(
             all(when > 0 and (isinstance(when, int) or when < 1) for when, _ in self.milestones),
@@ -154,8 +163,14 @@ class Recipe:
         _must(_is_json(self.network_options), "network_options must be JSON values", self.network_options)
 
     @property
+    def chooses_overlap(self) -> bool:
+        """Whether `fit` has to choose K."""
+        return self.overlap == "auto" and self.method != "ie"
+
+    @property
     def objective(self) -> dict[str, Any]:
         """The arguments of `confident_oracle_loss` that make it this method."""
+        _must(not self.chooses_overlap, "overlap must be a number here: `fit` chooses it", self.overlap)
         few = self.method == "mcl" or self.rule == "annealed"
         overlap = self.overlap or (1 if few else max(1, self.members - 1))
         return {
@@ -206,6 +221,21 @@ class Recipe:
             f"a run to extend must do the same in each step whatever its length. Got {field}={own[field]!r}. "
             "Train anew in another folder. What can be extended has schedule='constant', milestones at steps "
             "(whole numbers) or decay_steps, and no warmup, evolve or ema."
+        )
+
+    def shortened(self, fraction: float) -> "Recipe":
+        """The recipe over a fraction of its length; warm start and schedule scale with it."""
+        if fraction == 1:
+            return self
+        return replace(
+            self,
+            epochs=self.epochs and self.epochs * fraction,
+            steps=self.steps and max(1, round(self.steps * fraction)),
+            warm_start=round(self.warm_start * fraction),
+            decay_steps=self.decay_steps and max(1, round(self.decay_steps * fraction)),
+            milestones=tuple(
+                (max(1, round(when * fraction)) if when >= 1 else when, by) for when, by in self.milestones
+            ),
         )
 
     def total_steps(self, examples: int, batch_size: int | None = None) -> int:

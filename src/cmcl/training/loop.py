@@ -3,11 +3,12 @@
 N examples, M members.
 """
 
+import copy
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from .augment import Augmentation
 from .batches import Batches, Data, Resident
-from .checkpoint import RunFolder
+from .checkpoint import RunFolder, saved_recipe
+from .choosing import overlap_errors
 from .config import Options, Recipe, check_seed
 from .cuda import Captured, captured, execution, use_compiler
 from .preflight import AUTO, Plan, preflight, task_name
@@ -42,6 +44,8 @@ class Result:
     data: str | None = None  # a description of the training data
     batch_size: int | None = None  # of a DataLoader, if it has one
     temperature: float | None = None  # of the ensemble, fitted to held-out data; None: there are none
+    overlap: int | None = None  # K, given or chosen
+    overlap_errors: dict[int, float] = field(default_factory=dict)  # held-out errors that K was chosen by
 
     def __post_init__(self) -> None:
         self.steps, self.seconds = int(self.steps), float(self.seconds)
@@ -75,9 +79,10 @@ def fit(
         train: a `Dataset`, a pair (images (N, ...), targets (N, ...)) of tensors or arrays, or a DataLoader.
             Targets are classes from 0 on. uint8 images (N, C, H, W) go through `ensemble.transform`, which
             is fitted to them if it is not set.
-        recipe: method, length, optimizer. Its `validation` fraction of a `Dataset` is held out, scored
-            during training (`test` only if nothing is held out), and fits `ensemble.temperature` at the end;
-            without it the averaged prediction is not scaled.
+        recipe: method, length, optimizer. overlap="auto" begins with short runs of a few K on 80 % of the
+            training examples, and takes the K with the lowest error on the others. The `validation` fraction
+            of a `Dataset` is held out, scored during training (`test` only if nothing is held out), and fits
+            `ensemble.temperature` at the end; without it the averaged prediction is not scaled.
         seed: of data order, masks and labels.
         test: data for the scores at the end.
         task: the loss of a specialist, as for `confident_oracle_loss`: class weights, label smoothing.
@@ -101,6 +106,15 @@ def fit(
         augment=augment,
         options=options,
     )
+    errors: dict[int, float] = {}
+    if plan.recipe.chooses_overlap:
+        if resume and (saved := saved_recipe(Path(str(out)))) is not None:
+            plan.recipe = replace(plan.recipe, overlap=saved.overlap)
+        else:
+            how = {"task": task, "ignore_index": ignore_index, "augment": augment}
+            errors, options = _overlap_errors(ensemble, plan, options, how)
+            best = min(errors, key=errors.__getitem__)  # the first of equal ones
+            plan.recipe = replace(plan.recipe, overlap=best)
     recipe, rows = plan.recipe, []
     with execution(options, plan.seed), RunFolder(out, options) as folder:
         with _on_device(ensemble, plan.device):
@@ -122,6 +136,9 @@ def fit(
         first = batches.epoch_of(state.step) if state.step < steps else epochs
         step: Step | Captured | None = None
         with Progress(epochs, quiet=options.quiet) as progress:
+            if errors:
+                listed = ", ".join(f"{overlap}: {error:.2f} %" for overlap, error in errors.items())
+                progress.say(f"chose overlap {recipe.overlap} by the held-out error of short runs ({listed})")
             for epoch in range(first, epochs):
                 plan.train_mode(ensemble)
                 if step is None or epoch == recipe.warm_start:
@@ -173,7 +190,29 @@ def fit(
         data=_learned_from(train, batches),
         batch_size=train.batch_size if isinstance(train, DataLoader) else None,
         temperature=ensemble.temperature,
+        overlap=recipe.objective["overlap"],
+        overlap_errors=errors,
     )
+
+
+def _overlap_errors(
+    ensemble: Ensemble, plan: Plan, options: Options, how: dict[str, Any]
+) -> tuple[dict[int, float], Options]:
+    """Held-out errors of short runs by K, and the options with what these runs left of `max_seconds`."""
+    end = None if options.max_seconds is None else time.monotonic() + options.max_seconds
+
+    def left() -> float | None:
+        return None if end is None else max(end - time.monotonic(), 1e-3)
+
+    def score(recipe: Recipe, kept: Data, held_out: Data) -> float:
+        quick = replace(options, quiet=True, tensorboard=False, evaluate_every=0, max_seconds=left())
+        trial = copy.deepcopy(ensemble)
+        result = fit(trial, kept, recipe=recipe, seed=plan.seed, test=held_out, options=quick, **how)
+        assert result.scores is not None  # because there are test data
+        return result.scores["top1"]
+
+    errors = overlap_errors(plan.recipe, plan.train, plan.held_out, score)
+    return errors, replace(options, max_seconds=left())
 
 
 @contextmanager

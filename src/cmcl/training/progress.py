@@ -55,8 +55,11 @@ class Progress:
         if self._bar:
             self._draw(self._bar, row["epoch"], time.monotonic())
         else:
-            text = f"{self._count(row['epoch'])} {_describe(row)}"
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.say(f"{self._count(row['epoch'])} {_describe(row)}")
+
+    def say(self, text: str) -> None:
+        """Show a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         if self._bar:
