@@ -304,7 +304,7 @@ def test_the_best_row_of_a_table_is_bold_on_a_terminal(capsys, monkeypatch):
     ("ece", "start"), [(0.0, "no temperature: "), (4.9, "no temperature: "), (37.7, "ECE 37.7 %, ")]
 )
 def test_a_high_ece_is_explained_with_the_next_command(capsys, ece, start):
-    common.say_unscaled("runs/x", "digits", ece)
+    common.say_unscaled("runs/x", "digits", ece=ece)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(start)
     assert line.endswith("Fit one with: cmcl calibrate runs/x --data digits")

@@ -89,5 +89,5 @@ def test_a_recipe_says_so_for_its_record_and_options_overrule_it(cmcl, tmp_path,
     assert json.loads(out)[0]["ece"] == pytest.approx(flipped["ece"], abs=1e-4)
     image = tmp_path / "digit.png"
     Image.fromarray(package.data.load("digits").images[0, 0].numpy()).save(image)
-    rows = [json.loads(cmcl("predict", run, image, *more, "--json")[1])[0] for more in ([], ["--no-flip"])]
+    rows = [json.loads(cmcl("predict", run, image, *more, "--json")[1]) for more in ([], ["--no-flip"])]
     assert rows[0]["probs"] != rows[1]["probs"]
