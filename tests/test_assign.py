@@ -38,6 +38,20 @@ class TestAssign:
         assert assign(LOSSES, rule="annealed", temperature=1e-3).equal(assign(LOSSES))
         assert assign(LOSSES, rule="annealed", temperature=1e9).allclose(torch.tensor(0.25))
 
+    @pytest.mark.parametrize(
+        ("rule", "given"), [("relaxed", {"epsilon": 0.05}), ("annealed", {"temperature": 1.0})]
+    )
+    def test_defaults(self, rule, given):
+        expected = assign(LOSSES, rule=rule, **given)
+        assert assign(LOSSES, rule=rule).equal(expected)
+        task = (expected * LOSSES).sum(0).mean()
+        assert winner_takes_all(LOSSES, rule=rule).task.equal(task)
+        logits, targets = draw(4, 6, 3)
+        ours, theirs = (
+            confident_oracle_loss(logits, targets, rule=rule, overlap=1, **g) for g in ({}, given)
+        )
+        assert ours.weights.equal(theirs.weights)
+
     def test_a_function(self):
         assert assign(LOSSES, rule=lambda losses: losses / 10).equal(LOSSES / 10)
         with pytest.raises(ValueError, match="shape"):

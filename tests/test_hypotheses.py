@@ -54,6 +54,11 @@ class TestScores:
         scores = torch.tensor([0.75, 0.25]).log()[:, None].expand(2, 4)
         assert metrics.score_ece(scores, self.losses) == pytest.approx(0.5)
 
+    def test_there_are_15_bins(self):
+        scores, losses = torch.randn(3, 300), torch.rand(3, 300)
+        found = metrics.score_ece(scores, losses)
+        assert [found == metrics.score_ece(scores, losses, bins=b) for b in (14, 15, 16)] == [0, 1, 0]
+
 
 class TestVoronoi:
     def test_one_hypothesis_is_a_gaussian(self):

@@ -358,6 +358,17 @@ def test_large_inputs_are_worked_on_in_parts(monkeypatch):
     assert metrics.summary(member_probs, targets) == pytest.approx(whole, abs=1e-12)
 
 
+def test_there_are_15_bins_if_nothing_else_is_said():
+    member_probs, _ = random_case(8, members=2, examples=200, classes=3)
+    case = member_probs, member_probs.mean(0).multinomial(1)[:, 0]  # calibrated: every bin errs either way
+    for bins, same in ((14, False), (15, True), (16, False)):
+        expected = metrics.ece(*case, bins=bins)
+        scores = metrics.Accumulator()
+        scores.update(*case)
+        for found in (metrics.ece(*case), metrics.summary(*case)["ece"], scores.compute()["ece"]):
+            assert (found == expected) == same
+
+
 def test_reliability_by_hand():
     # Confidences .7 right, .65, .45, .55 wrong, and 1 right, which belongs to the last bin here.
     probs = torch.cat([PROBS, torch.tensor([[[1.0, 0, 0]]] * 2)], 1)

@@ -179,6 +179,17 @@ class TestSampledLabels:
         ]
         assert totals[0] == totals[1] != totals[2]
 
+    def test_one_label_is_drawn_if_nothing_else_is_said(self):
+        """Then the term of the other member is -log p(c) - log 3 of one class c: with p = 1/2, 1/3, 1/6."""
+        logits = torch.tensor([[[9.0, 0.0, 0.0]], [[LOG3, LOG2, 0.0]]], dtype=torch.float64)
+        found = set()
+        for seed in range(20):
+            generator = torch.Generator().manual_seed(seed)
+            given = {"beta": 1, "labels": "sampled", "generator": generator}
+            loss = confident_oracle_loss(logits, torch.tensor([0]), **given)
+            found.add(round((loss.total - loss.task[0, 0]).item(), 9))
+        assert sorted(found) == pytest.approx([LOG2 - LOG3, 0, math.log(6) - LOG3], abs=1e-8)
+
     def test_labels_differ_between_members_and_examples(self):
         """With equal logits everywhere, equal labels would give equal gradients."""
         logits = torch.zeros(4, 8, 10, requires_grad=True)
