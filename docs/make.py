@@ -233,6 +233,18 @@ def small_cnn() -> str:
     return table(heads, rows)
 
 
+def modern_cpu() -> str:
+    """The small version of today's training: mean ± standard deviation over seeds."""
+    found = json.loads((RESULTS / "modern-cpu.json").read_text())
+    rows = []
+    for width, setting in dict.fromkeys((row["width"], row["setting"]) for row in found):
+        own = [row for row in found if (row["width"], row["setting"]) == (width, setting)]
+        values = [[row[key] for row in own] for key in ("top1", "oracle", "member", "ece", "scaled_ece")]
+        spreads = [f"{fmean(several):.2f} ± {stdev(several):.2f}" for several in values]
+        rows.append([str(width), setting, *spreads, str(len(own))])
+    return table("> width | method |> top-1 % |> oracle % |> member % |> ECE % |> scaled ECE % |> n", rows)
+
+
 TREATMENTS = {  # of dropout before max-pooling at test time, as benchmarks/dropout_at_test.py calls them
     "shrunk": "halved (the authors' code)",
     "expected": "mean over the masks",
@@ -411,6 +423,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "icoseg": icoseg,
     "icoseg-search": icoseg_search,
     "small-cnn": small_cnn,
+    "modern-cpu": modern_cpu,
     "at-test": at_test,
     "at-test-held-out": held_out,
     "long-run": long_run,
