@@ -652,8 +652,10 @@ class TestThreshold:
         record = read(trained / "record.json")
         assert record.calibration["temperature"] == found["temperature"]
         assert record.calibration["scaled_ece"] == found["tested"]["scaled_ece"]
+        assert sum(record.calibration["scaled_reliability"]["count"]) == len(test) // 2
         cmcl("calibrate", trained, "--risk", 0.99, "--limit", 40, *CPU)
-        assert "temperature" not in read(trained / "record.json").calibration, "not of the same data"
+        kept = read(trained / "record.json").calibration
+        assert not {"temperature", "scaled_ece", "scaled_reliability"} & kept.keys(), "not of the same data"
 
     def test_the_temperature_is_saved(self, cmcl, trained, images):
         """`predict` uses it later, whether a threshold was found or not; the weights are not written."""

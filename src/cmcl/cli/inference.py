@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..data.dataset import Dataset
     from ..data.images import ImageReader, Read
     from ..ensemble import Ensemble, Prediction
+    from ..metrics import Accumulator
 
 COLUMNS = {  # metric -> its column
     "top1": ">top-1",
@@ -112,6 +113,21 @@ def _measure(
     ensemble: "Ensemble", test: "Dataset", ood_data: "Dataset | None", batch: int
 ) -> dict[str, float | None]:
     from .. import metrics
+
+    scores, scaled = _accumulate(ensemble, test, ood_data, batch)
+    found = scores.compute()
+    errors = {f"{name}_error": name for name in ("top1", "picked", "oracle", "member")} | {"ece": "ece"}
+    values = {name: metrics.percent(found[key]) for key, name in errors.items()}
+    after = None if ensemble.temperature is None else metrics.percent(scaled.compute()["ece"])
+    values |= {"scaled_ece": after, "temperature": ensemble.temperature}
+    return values | {key: round(found[key], 6) for key in ("entropy", "ood_entropy", "auroc") if key in found}
+
+
+def _accumulate(
+    ensemble: "Ensemble", test: "Dataset", ood_data: "Dataset | None", batch: int
+) -> "tuple[Accumulator, Accumulator]":
+    """The metrics of the members' predictions, and of the averaged one after temperature scaling."""
+    from .. import metrics
     from .._messages import progress_bar
     from ..data.dataset import default_ignore_index
 
@@ -126,12 +142,7 @@ def _measure(
             scaled.update(predicted.probs[None].cpu(), targets, ignore_index=ignore)
     for images in () if ood_data is None else progress_bar(ood_data.images.split(batch), "OOD"):
         scores.update_ood(ensemble.predict(images).member_probs.cpu())
-    found = scores.compute()
-    errors = {f"{name}_error": name for name in ("top1", "picked", "oracle", "member")} | {"ece": "ece"}
-    values = {name: metrics.percent(found[key]) for key, name in errors.items()}
-    after = None if ensemble.temperature is None else metrics.percent(scaled.compute()["ece"])
-    values |= {"scaled_ece": after, "temperature": ensemble.temperature}
-    return values | {key: round(found[key], 6) for key in ("entropy", "ood_entropy", "auroc") if key in found}
+    return scores, scaled
 
 
 def calibrate(
@@ -160,6 +171,7 @@ def calibrate(
     Segmentation has a temperature and no threshold.
     """
     from .. import calibration
+    from ..reproduction.evaluate import reliability_bins
     from ..serialization import saved_checksum
 
     calibration.check_guarantee(risk, confidence, score)
@@ -173,13 +185,14 @@ def calibrate(
     if test.targets.ndim > 1:
         if out is not None:
             raise ValueError("--out must be left out for segmentation, which has no threshold. Got a file.")
-        temperature, tested = _calibrate_pixels(ensemble, test)
+        temperature, tested, scaled = _calibrate_pixels(ensemble, test)
     else:
         goal = {"risk": risk, "confidence": confidence, "score": score}
-        temperature, threshold, tested = _calibrate_images(ensemble, test, **goal)
+        temperature, threshold, tested, scaled = _calibrate_images(ensemble, test, **goal)
         threshold = threshold.model_copy(update={"weights": saved_checksum(saved.folder)})
     same_data = limit is None and not option and data in (None, saved.data)
-    found = {"temperature": temperature, "scaled_ece": tested["scaled_ece"]}
+    bins = reliability_bins(scaled)
+    found = {"temperature": temperature, "scaled_ece": tested["scaled_ece"], "scaled_reliability": bins}
     _save_temperature(saved.folder, found, in_record=same_data)
     if as_json:
         shown = threshold and threshold.to_json()
@@ -205,7 +218,7 @@ def calibrate(
 
 def _calibrate_images(
     ensemble: "Ensemble", test: "Dataset", **goal: Any
-) -> "tuple[float, Threshold, dict[str, Any]]":
+) -> "tuple[float, Threshold, dict[str, Any], Accumulator]":
     """Temperature and threshold of every second image, and how they do on the others."""
     from .. import calibration, metrics
 
@@ -213,7 +226,8 @@ def _calibrate_images(
     fitted, other, truth = probs[:, ::2], probs[:, 1::2], test.targets[1::2]
     threshold = calibration.fit_threshold(fitted, test.targets[::2], **goal)
     temperature = calibration.fit_temperature(fitted, test.targets[::2])
-    scaled = calibration.apply_temperature(other, temperature)[None]
+    scaled = metrics.Accumulator()
+    scaled.update(calibration.apply_temperature(other, temperature)[None], truth)
     predictions = calibration.decide(other, threshold)
     made = predictions != calibration.ABSTAIN
     tested = {
@@ -221,22 +235,24 @@ def _calibrate_images(
         "predicted": int(made.sum()),
         "errors": int((predictions[made] != truth[made]).sum()),
         "ece": metrics.percent(metrics.ece(other, truth)),
-        "scaled_ece": metrics.percent(metrics.ece(scaled, truth)),
+        "scaled_ece": metrics.percent(scaled.compute()["ece"]),
     }
-    return temperature, threshold, tested
+    return temperature, threshold, tested, scaled
 
 
-def _calibrate_pixels(ensemble: "Ensemble", test: "Dataset") -> tuple[float, dict[str, Any]]:
+def _calibrate_pixels(ensemble: "Ensemble", test: "Dataset") -> "tuple[float, dict[str, Any], Accumulator]":
     """The temperature of every second image's pixels, and how it does on the others."""
+    from .. import metrics
     from ..training.scoring import held_out_temperature
 
     ensemble.temperature = held_out_temperature(ensemble, test[::2], batch_size=BATCH)
     found, other = ensemble.temperature, test[1::2]
-    measured = _measure(ensemble, other, None, BATCH)
-    return found, {"examples": len(other)} | {key: measured[key] for key in ("ece", "scaled_ece")}
+    scores, scaled = _accumulate(ensemble, other, None, BATCH)
+    ece, after = (metrics.percent(one.compute()["ece"]) for one in (scores, scaled))
+    return found, {"examples": len(other), "ece": ece, "scaled_ece": after}, scaled
 
 
-def _save_temperature(folder: Path, found: dict[str, float], *, in_record: bool) -> None:
+def _save_temperature(folder: Path, found: dict[str, Any], *, in_record: bool) -> None:
     """Save the temperature with the ensemble; in the record of its run, too, if it has the same test data."""
     from ..reproduction.record import read
     from ..serialization import save_temperature, saved_checksum
