@@ -9,9 +9,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from cmcl.cli import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -67,10 +70,38 @@ def shown(path: Path) -> str:
     return f"{title}{cut}~~~~~~{LANGUAGES.get(path.suffix, 'text')}\n{text[:LONGEST]}\n~~~~~~\n"
 
 
+def options() -> str:
+    """The page of all commands with their arguments and options, from typer."""
+    root: Any = typer.main.get_command(app)
+    parts = ["# Options of the commands", "[Commands](commands.md) explains them with examples."]
+    for name, command in sorted(root.commands.items()):
+        parts += section(f"cmcl {name}", command)
+    return "\n\n".join(parts) + "\n"
+
+
+def section(name: str, command: Any) -> list[str]:
+    """The help of a command, and of those below it."""
+    parts = [f"## {name}", command.help or ""]
+    if commands := getattr(command, "commands", {}):
+        return parts + [part for below in commands for part in section(f"{name} {below}", commands[below])]
+    rows = ["| argument or option | default | meaning |", "|---|---|---|"]
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            words = (parameter.metavar or parameter.name).upper()
+        else:
+            words = ", ".join([*parameter.opts, *parameter.secondary_opts])
+        default = parameter.default
+        default = "" if default in (None, False, ()) or callable(default) else f"`{default}`"
+        meaning = (getattr(parameter, "help", None) or "").replace("|", "\\|")
+        rows.append(f"| `{words}` | {default} | {meaning} |")
+    return [*parts, "\n".join(rows)]
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages whose text is elsewhere."""
     for page, origin in ORIGINS.items():
         files.append(File.generated(config, page, content=origin.read_text(encoding="utf-8")))
+    files.append(File.generated(config, "reference/options.md", content=options()))
     outside = set()
     for file in files.documentation_pages():
         uri = file.src_uri

@@ -345,15 +345,16 @@ def test_ctrl_c(monkeypatch):
     assert stopped.value.code == 130
 
 
-def test_the_document_shows_what_happens(cmcl, tmp_path, monkeypatch):
-    """Every command of docs/reference/commands.md that is followed by its output, in order, in an empty folder.
+@pytest.mark.parametrize(("page", "least"), [("reference/commands.md", 6), ("start/install.md", 1)])
+def test_the_document_shows_what_happens(cmcl, tmp_path, monkeypatch, page, least):
+    """Every command of the page that is followed by its output, in order, in an empty folder.
 
     "..." in the document stands for anything; numbers that training makes are written so.
     """
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    text = (ROOT / "docs" / page).read_text()
     shown = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-    assert len(shown) > 5
+    assert len(shown) >= least
     for block in shown:
         for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
             words = shlex.split(command.split("  #")[0])

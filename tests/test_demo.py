@@ -86,7 +86,7 @@ def test_text(cmcl, tiny, tmp_path, monkeypatch):
     first = ["method", "one", "independent", "MCL", "CMCL"]
     assert [line.split()[0] for line in out.splitlines()[:5]] == first
     assert "cmcl-demo/report.html" in out
-    assert "README" in out
+    assert "results/demo-seeds.txt" in out
     assert "underconfident" in out
     assert "fitted on training images outside the subset" in out
     assert torch.get_num_threads() == threads
@@ -99,7 +99,8 @@ def test_text(cmcl, tiny, tmp_path, monkeypatch):
 
 def test_what_the_text_refers_to():
     """The numbers of seeds are those of the files it names."""
-    assert "| 20 seeds |" in (ROOT / "README.md").read_text()
+    text = (ROOT / "results" / "demo-seeds.txt").read_text()
+    assert len(re.findall(r"cmcl +\w+ +top-1 by seed: (.*)", text)[0].split()) == 20
     assert "twenty" in MORE_SEEDS[False]
     text = (ROOT / "results" / "demo-seeds-segmentation.txt").read_text()
     assert len(re.findall(r"cmcl +\w+ +top-1 by seed: (.*)", text)[0].split()) == 5
@@ -115,7 +116,7 @@ def test_the_four_differ_in_method_alone():
         assert (mcl.method, mcl.overlap) == ("mcl", 1)
         assert (cmcl.method, cmcl.sharing, cmcl.labels) == ("cmcl", True, "sampled")
         assert ie.members == mcl.members == cmcl.members > single.members
-    assert (cmcl := RECIPES["digits-300-cmcl"]).subset == 300, "as the README says"
+    assert (cmcl := RECIPES["digits-300-cmcl"]).subset == 300, "as the quickstart says"
     assert (cmcl.members, cmcl.overlap, cmcl.network_options["filters"]) == (5, 3, [8, 16])
 
 

@@ -18,9 +18,10 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *PAGES, *ROOT.glob("[!.]*/README.md")})  # not of caches
-SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 sys.path.insert(0, str(DOCS))  # as for `python docs/make.py`
-make = importlib.import_module("make")
+make, run = map(importlib.import_module, ("make", "run"))
+DRAWN = {"sharing", "answers"}  # by hand
+SAVED = {path.name for path in (DOCS / "pictures").glob("*.svg") if path.stem not in {*make.FIGURES, *DRAWN}}
 
 
 def name(page):
@@ -63,18 +64,39 @@ def test_every_page_is_in_the_navigation():
     """mkdocs.yml names every page, and the site has a page for every document outside docs/."""
     listed = re.findall(r"^ +- .+: (\S+\.md)\b", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(listed) == len(set(listed))
-    mirrored = ("reference/zoo.md", "project/contributing.md", "project/changelog.md")
+    mirrored = ("reference/zoo.md", "reference/options.md", "project/contributing.md", "project/changelog.md")
     assert set(listed) == {*map(name, PAGES), *mirrored}
 
 
-@pytest.mark.parametrize("page", [page for page in DOCUMENTS if SNIPPET.search(page.read_text())], ids=name)
-def test_snippets_run(page, tmp_path, monkeypatch):
-    """Every Python block of a page, one after the other, as a reader would."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "zoo").symlink_to(ROOT / "zoo")  # as in a checkout
-    names = {"__name__": "page"}
-    for block in SNIPPET.findall(page.read_text()):
-        exec(compile(block, page.name, "exec"), names)
+SLOW = ("tutorials/images.md", "tutorials/text.md")  # they train several seeds
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in SLOW))
+        for page in DOCUMENTS
+        if run.BLOCK.search(page.read_text())
+    ],
+)
+def test_snippets_run(page, tmp_path, capsys):
+    """Every Python block of a page, one after the other, as a reader would; it prints what the page shows."""
+    for block, printed in run.outputs(page.read_text(), tmp_path):
+        assert block[2] is None or run.alike(printed, block[3]), f"run python docs/run.py {page}:\n{printed}"
+    shown = set(re.findall(r"pictures/([\w-]+\.svg)", page.read_text()))
+    assert {path.name for path in run.pictures_of(page.read_text(), tmp_path)} >= shown & SAVED
+
+
+def test_outputs_are_alike():
+    assert run.alike("IE 5.3 %, K = 4\n", "IE 6.9 %, K = 4\n")
+    assert not run.alike("IE 5.3 %\n", "IE 9.9 %\n"), "other numbers"
+    assert not run.alike("IE 5.3 %\n", "CMCL 5.3 %\n"), "other words"
+    assert not run.alike("1 2\n", "1\n")
+
+
+def test_outputs_are_written(tmp_path):
+    page = "```python\nx = 2\nprint(x, '')\n```\n\n```output\nold\n```\n\n```python\nx += 1\n```\n"
+    assert run.executed(page, tmp_path) == page.replace("old", "2")
 
 
 def test_every_python_line_is_in_a_block():
@@ -91,7 +113,7 @@ def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     text = (DOCS / "tutorials" / "fine-tuning.md").read_text()
-    blocks = SNIPPET.findall(text)
+    blocks = [block[1] for block in run.BLOCK.finditer(text)]
     names = {"__name__": "page"}
     for block in blocks:
         exec(compile(block, "fine-tuning.md", "exec"), names)

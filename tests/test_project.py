@@ -1,4 +1,4 @@
-"""The project as a whole: the rules of its architecture, documented public names, a README that runs."""
+"""The project as a whole: the rules of its architecture, documented public names."""
 
 import ast
 import inspect
@@ -216,14 +216,3 @@ def test_unknown_names():
 def test_importing_costs_nothing():
     code = "import sys, cmcl; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")})
-
-
-def test_the_readme_runs(tmp_path, monkeypatch):
-    """Every Python block, one after the other, as a reader would."""
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    names = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert names["error"] < 0.15, "the first block really learns"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 METHODS = {"single": "one network", "ie": "independent ensemble", "mcl": "MCL", "cmcl": "CMCL"}
 MORE_SEEDS = {  # --segmentation or not -> where results of several seeds are
-    False: "the README has means over twenty seeds",
+    False: "results/demo-seeds.txt has twenty seeds",
     True: "results/demo-seeds-segmentation.txt has five seeds",
 }
 ECE = (

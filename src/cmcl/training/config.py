@@ -68,17 +68,17 @@ class Recipe:
     preprocess: str | None = None  # name of a transform: "gcn_zca", "gcn" or "mean_std"
     subset: Count | None = None  # train on a stratified subset of this size; None: on all examples
     network: str | None = None  # name of a network of cmcl; None: the caller passes the ensemble
-    network_options: dict[str, Any] = field(default_factory=dict)
+    network_options: dict[str, Any] = field(default_factory=dict)  # its arguments
 
-    method: Literal["ie", "mcl", "cmcl"] = "cmcl"
-    members: Count = 5
+    method: Literal["ie", "mcl", "cmcl"] = "cmcl"  # independent ensemble, multiple choice learning, or CMCL
+    members: Count = 5  # M
     # K: specialists of each example; None: members - 1, or 1 for MCL; "auto": chosen on held-out examples
     overlap: int | Literal["auto"] | None = None
     beta: NotNegative = 0.25  # weight of the KL-to-uniform term; the paper has 0.75
     labels: Literal["exact", "sampled"] = "exact"  # "sampled": stochastic labels
     samples: Count = 1  # S, random labels per member and example
     sharing: bool | None = None  # of features, after the stem; None: as the caller's ensemble was built
-    share_prob: Probability = 0.7
+    share_prob: Probability = 0.7  # probability of 1 in the masks of feature sharing
     rule: Literal["hard", "relaxed", "annealed"] = "hard"  # how examples are assigned, see `cmcl.assign`
     epsilon: Probability = 0.05  # of the relaxed rule
     temperature: Positive = 1.0  # of the annealed rule, at the start; it falls to a thousandth of that
@@ -87,23 +87,23 @@ class Recipe:
     adversarial: NotNegative = 0.0  # step of the fast gradient sign, a fraction of each input value's range
 
     epochs: Positive | None = None  # give epochs or steps
-    steps: Count | None = None
-    batch_size: Count = 128
+    steps: Count | None = None  # of the whole run
+    batch_size: Count = 128  # examples of a step
     accumulate: Count = 1  # parts that a batch is computed in, to save memory
-    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "sgd"
-    lr: Positive = 0.1
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "sgd"  # one for all members
+    lr: Positive = 0.1  # learning rate
     schedule: Literal["constant", "cosine", "linear"] = "constant"  # of lr, falling to 0 at the end
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0  # fraction of the run in which lr rises from 0
-    momentum: NotNegative = 0.9
-    nesterov: bool = False
+    momentum: NotNegative = 0.9  # of SGD
+    nesterov: bool = False  # Nesterov momentum of SGD
     weight_decay: NotNegative = 0.0  # on the weights of convolutions and linear layers only
     # (when, factor) of the learning rate: an int is a step, a float below 1 a fraction of the run
     milestones: tuple[tuple[int | float, NotNegative], ...] = ()
     decay: Annotated[float, Field(gt=0, le=1)] = 1.0  # lr decays exponentially by this factor...
     decay_steps: Count | None = None  # ...every decay_steps steps; None: by the end
     clip_norm: Positive | None = None  # largest norm of the ensemble's gradient
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    augment: Augment = field(default_factory=Augment)
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of the specialists' cross-entropy
+    augment: Augment = field(default_factory=Augment)  # augmentation of training images
     # average weights (exponentially) over this fraction of the run; 0: off. Beyond a quarter, the random
     # initial weights would still count.
     ema: Annotated[float, Field(ge=0, le=0.25)] = 0.0
@@ -293,11 +293,11 @@ class Options:
     capture: bool | None = None  # the step in a CUDA graph; None: on CUDA, for data kept on the device
     deterministic: bool = False  # the same weights again on the same GPU; slower
     evaluate_every: Annotated[int, Field(ge=0)] = 0  # epochs; 0: at the end
-    evaluation_batch: Count = 1000
-    checkpoint_seconds: NotNegative = 60.0
+    evaluation_batch: Count = 1000  # examples evaluated at a time
+    checkpoint_seconds: NotNegative = 60.0  # time between checkpoints
     max_seconds: Positive | None = None  # then the run saves itself and raises `Interrupted`
-    quiet: bool = False
-    tensorboard: bool = False
+    quiet: bool = False  # no progress on stderr
+    tensorboard: bool = False  # write the telemetry for TensorBoard too
 
     @field_validator("device")
     @classmethod

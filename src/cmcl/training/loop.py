@@ -35,9 +35,9 @@ from .step import Step, TrainState
 class Result:
     """What a run returns; its folder holds more. After a custom training loop, give steps and seconds."""
 
-    steps: int
+    steps: int  # of the whole run
     seconds: float  # over all the times the run was resumed
-    seed: int = 0
+    seed: int = 0  # of the run
     rows: list[dict[str, Any]] = field(default_factory=list, repr=False)  # telemetry of this call, by epoch
     scores: dict[str, float] | None = None  # errors on the test data, in percent
     task: str | None = None  # the name of a task loss of the user's own
