@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PICTURES = ROOT / "docs" / "pictures"
+MARGIN = 12  # pixels
 ZOO = {"ie": "independent ensemble", "cmcl": "CMCL, K = 4"}
 RECORDS = load_records(RESULTS)
 EVIDENCE = Evidence.of(RECORDS)
@@ -696,12 +697,22 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
 }
 
 
+def widened(svg: str) -> str:
+    """The picture with a margin at the left, for browsers whose font is wider than the one that set it."""
+    size = re.search(r'<svg[^>]* width="([\d.]+)" height="([\d.]+)" viewBox="0 0 [\d. ]+"', svg)
+    assert size, "vl-convert writes the size like this"
+    width, height = float(size[1]) + MARGIN, float(size[2])
+    wide = f'<svg width="{width:g}" height="{height:g}" viewBox="-{MARGIN} 0 {width:g} {height:g}"'
+    svg = svg.replace(size[0], size[0][: size[0].index(" width=")] + wide.removeprefix("<svg"), 1)
+    return svg.replace(f'<rect width="{size[1]}"', f'<rect x="-{MARGIN}" width="{width:g}"', 1)
+
+
 def main() -> None:
     """Draw and fill all."""
     for name, make in FIGURES.items():
         if figure := make():
             path = figures.save(figure, PICTURES / f"{name}.svg")
-            svg = path.read_text(encoding="utf-8").rstrip()
+            svg = widened(path.read_text(encoding="utf-8").rstrip())
             path.write_text(f"{svg}\n<!-- docs/make.py, {digest(figure)} -->\n", encoding="utf-8")
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
