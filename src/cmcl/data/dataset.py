@@ -31,7 +31,8 @@ class Dataset:
     source: str = "memory"  # for error messages: a folder or a file
     groups: tuple[str, ...] | None = None  # (N,) names of the groups of related images
     recipe: Mapping[str, Any] | None = field(default=None, repr=False)  # how `load_recipe` loads it again
-    units: tuple[bytes, ...] | None = field(default=None, repr=False)  # equal for images that were identical
+    # equal where the images were identical before a transform, so that `split_validation` keeps them together
+    units: tuple[bytes, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         images, targets, source = self.images, self.targets, self.source
