@@ -47,13 +47,12 @@ def check(
         splits["train"], splits["validation"] = split_validation(splits["train"], validation, seed)
     train = splits["train"]
     statistics = MeanStd().fit(train.images).state()[1]
-    scale = 255 if train.images.dtype == torch.uint8 else 1
     report: Report = {
         "dataset": name,
         "counts": {split: len(dataset) for split, dataset in splits.items()},
         "classes": _histogram(train),
-        "mean": (statistics["mean"] / scale).flatten().tolist(),
-        "std": (statistics["std"] / scale).flatten().tolist(),
+        "mean": (statistics["mean"] / 255).flatten().tolist(),
+        "std": (statistics["std"] / 255).flatten().tolist(),
         "checksums": {split: dataset.checksum for split, dataset in splits.items()},
         "published": None,
         "notes": [],
