@@ -1,6 +1,7 @@
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise, permutations
 
 import numpy as np
@@ -452,6 +453,13 @@ def test_sums_may_be_off_by_rounding():
     assert metrics.top1_error(PROBS * 1.004, TARGETS) == metrics.top1_error(PROBS, TARGETS)
     above = torch.tensor([[[1.0000001, 0.0], [0.5, 0.5]]])
     assert metrics.ece(above, torch.tensor([0, 0])) == pytest.approx(0.25, abs=1e-6)
+
+
+def test_half_precision_may_be_off_by_eight_roundings():
+    for last, sound in ((72, True), (73, False)):  # 64 + 72 of 128 is 1 + 8 * eps of bfloat16
+        probs = torch.tensor([[[64, last]]], dtype=torch.bfloat16) / 128
+        with nullcontext() if sound else pytest.raises(ValueError, match="sum to 1"):
+            metrics.entropy(probs)
 
 
 def test_entropy_has_gradients():

@@ -229,6 +229,13 @@ def test_channels_last(saved, tmp_path):
 
 
 class TestSaving:
+    def test_saving_again_where_the_weights_were_lost(self, saved, tmp_path):
+        ensemble, folder = saved
+        weights(folder).unlink()
+        nn.init.zeros_(ensemble.members[0].stem[0].weight)
+        ensemble.save(folder)
+        assert cmcl.load(folder).members[0].stem[0].weight.abs().max() == 0
+
     def test_never_a_pickle(self, saved):
         for path in saved[1].iterdir():
             with pytest.raises(ValueError, match="opcode|pickle"):

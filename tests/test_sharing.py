@@ -122,6 +122,12 @@ def test_sixty_random_bits_make_as_many_masks_as_the_probability_allows(prob, dr
     assert len(made) == 5 * draws
 
 
+def test_nothing_is_shared_with_probability_0():
+    """Not even the one value in 2 ** 15 whose random bits are all 0."""
+    h = [torch.zeros(1_000_000), torch.ones(1_000_000)]
+    assert share_features(h, prob=0, generator=torch.Generator().manual_seed(0))[0].sum() == 0
+
+
 def check_gradients_use_the_drawn_masks(share, device):
     """Features are powers of two, so that sums tell which masks were drawn; the gradient must be the same ones."""
     h = [torch.full((40, 1000), float(2**n), device=device, requires_grad=True) for n in range(4)]

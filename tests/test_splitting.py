@@ -967,15 +967,22 @@ def test_torchscript_parts_are_layers():
     assert Ensemble(scripted, 2, share_after="0")(vectors()).shape == (2, 3, 3)
 
 
+ROWS = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 1), nn.ReLU(), nn.Conv1d(2, 2, 1), nn.ReLU()
+
+
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [
         ([nn.Dropout(), nn.Linear(6, 5), nn.Linear(5, 3)], "1"),  # no activation, and no dropout
         ([nn.Linear(6, 5), nn.Dropout(), nn.Tanh(), nn.Linear(5, 3)], "2"),
         ([nn.Linear(6, 3)], None),
+        # rows are pooled, or every second is left out: the layer before that, not the first activation
+        ([*ROWS, nn.MaxPool1d(2), nn.Flatten(), nn.Linear(6, 2)], "4"),
+        ([*ROWS, nn.Conv1d(2, 2, 1, stride=2), nn.Flatten(), nn.Linear(6, 2)], "4"),
+        ([*ROWS, nn.Conv1d(2, 2, 3), nn.Flatten(), nn.Linear(8, 2)], "2"),  # only the border is lost
     ],
 )
-def test_the_suggestion_without_pooling(layers, expected):
+def test_the_suggestion_for_vectors(layers, expected):
     found = shareable_layers(nn.Sequential(*layers), vectors())
     assert [layer.name for layer in found if layer.suggested] == ([expected] if expected else [])
 
