@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -97,6 +98,12 @@ def test_outputs_are_alike():
 def test_outputs_are_written(tmp_path):
     page = "```python\nx = 2\nprint(x, '')\n```\n\n```output\nold\n```\n\n```python\nx += 1\n```\n"
     assert run.executed(page, tmp_path) == page.replace("old", "2")
+
+
+def test_every_extra_is_on_the_page_of_the_installation():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "start" / "install.md").read_text(), re.MULTILINE)
+    assert set(rows) == set(extras)
 
 
 def test_every_python_line_is_in_a_block():
