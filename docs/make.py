@@ -682,6 +682,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "onnx-speed": whole("onnx-speed.txt"),
     "flights": hypotheses,
     "defaults": whole("defaults.txt"),
+    "tables": whole("tables.txt"),
     "icoseg": icoseg,
     "icoseg-search": icoseg_search,
     "small-cnn": small_cnn,
