@@ -350,8 +350,9 @@ def fields(described: type) -> Callable[[], str]:
             shown = BOUNDED.sub(bounded, kind)
             shown = shown.replace(" | ", " or ")
             default = default and f"`{default}`"
-            rows.append([f"`{node.target.id}`", f"`{shown}`", default, " ".join([*above, comment]).strip()])
-        return table("field | type | default | meaning", rows)
+            meaning = " ".join([*above, comment]).strip()
+            rows.append([f"`{node.target.id}`", meaning, f"`{shown}`", default])
+        return table("field | meaning | type | default", rows)
 
     return find
 
