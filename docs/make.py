@@ -648,6 +648,19 @@ def hypotheses() -> str:
     return table(" |> ".join(["method, mean ± standard deviation", *heads.values(), "n"]), rows)
 
 
+def meshes() -> str:
+    """The largest differences between several processes and one, by case."""
+    lines = table_of("mesh.txt", "| case | mesh | telemetry")().splitlines()[2:]
+    found: dict[str, list[list[str]]] = {}
+    for case, *rest in (line.strip("| ").split(" | ") for line in lines):
+        found.setdefault(case, []).append(rest)
+    rows = []
+    for case, runs in found.items():
+        largest = [f"{max(float(run[column]) for run in runs):.1e}" for column in (1, 2)]
+        rows.append([case, len(runs), *largest, " and ".join(sorted({run[3] for run in runs}))])
+    return table("case |> meshes of 1, 2 and 4 processes |> telemetry |> weights | test errors", rows)
+
+
 def table_of(file: str, start: str) -> Callable[[], str]:
     """The table in a file of results/ whose first line begins so."""
 
@@ -656,14 +669,6 @@ def table_of(file: str, start: str) -> Callable[[], str]:
         return text[text.index(f"\n{start}") + 1 :].split("\n\n")[0].rstrip()
 
     return find
-
-
-def faults() -> str:
-    """Faults and outcomes, from results/faults.json."""
-    found = json.loads((RESULTS / "faults.json").read_text())
-    rows = [[one[k] for k in ("fault", "where", "count", "as_expected", "outcome")] for one in found["rows"]]
-    made = f"`{found['command']}`; torch {found['torch']}, {found['device']}; commit {found['commit']}"
-    return f"{table('fault | where | >number | >as it should | what should happen', rows)}\n\n{made}."
 
 
 def whole(file: str) -> Callable[[], str]:
@@ -687,7 +692,6 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "tuning": whole("tuning-digits.txt"),
     "postgres": whole("postgres.txt"),
     "slurm": whole("slurm.txt"),
-    "faults": faults,
     "export": whole("export-check.txt"),
     "onnx-speed": whole("onnx-speed.txt"),
     "flights": hypotheses,
@@ -706,6 +710,9 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "sharing-variants": sharing_variants,
     "adversarial": adversarial,
     "masks": masks,
+    "mesh": meshes,
+    "mesh-killed": table_of("mesh.txt", "| case | mesh | killed"),
+    "mesh-calculation": whole("mesh-calculation.txt"),
 }
 
 

@@ -23,8 +23,8 @@ OPTIONS = {
     "": "--version",
     "demo": "--json --out --quiet --seed --segmentation",
     "list": "--all --json",
-    "train": f"{RUN} --batch-size --beta --budget --data --epochs --labels --limit --lr --members --method --option --overlap "
-    "--results --resume --set --sharing --no-sharing --steps --subset --validation",
+    "train": f"{RUN} --batch-size --beta --budget --data --epochs --labels --limit --lr --members --mesh --method --option "
+    "--overlap --results --resume --set --sharing --no-sharing --steps --subset --validation",
     "tune": "--betas --device --eta --json --out --overlaps --plot --precision --quiet --root --seeds --set --storage --validation",
     "evaluate": f"{OWN} --batch-size --data --device --flip --no-flip --json --limit --ood --ood-option --ood-root --option --root",
     "predict": f"{OWN} --device --flip --no-flip --from --json --resize --root --threshold --workers",

@@ -39,19 +39,8 @@ def test_the_schema_is_frozen():
     assert list(Record.model_fields) == [
         *("name", "recipe", "recipe_hash", "seed", "full_length", "full_test", "test_examples", "checksums"),
         *("errors", "members", "classwise", "calibration", "entropy", "network", "task", "trained_on"),
-        *(
-            "weights",
-            "ood",
-            "validation",
-            "overlap",
-            "steps",
-            "seconds",
-            "device",
-            "precision",
-            "versions",
-            "commit",
-        ),
-        *("resumed_with", "format"),
+        *("weights", "ood", "validation", "overlap", "steps", "seconds", "device", "mesh", "precision"),
+        *("versions", "commit", "resumed_with", "format"),
     ]
     assert RECORD.format == 2
 

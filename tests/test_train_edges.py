@@ -436,7 +436,7 @@ def test_what_was_learned_is_kept_when_scoring_fails(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise MemoryError("no room for the answers")
 
-    monkeypatch.setattr(loop, "evaluate", broken)
+    monkeypatch.setattr(loop, "evaluate_together", broken)
     options = replace(QUIET, checkpoint_seconds=1e9)
     given = {"recipe": LINEAR, "seed": 1, "test": data(), "options": options}
     torch.manual_seed(0)

@@ -34,11 +34,8 @@ def members(logits: Tensor) -> int:
     return logits.shape[0]
 
 
-def objective(
-    logits: Tensor, targets: Tensor, beta: float, overlap: int | Tensor, samples: int, *, own_task: bool
-) -> None:
+def objective(logits: Tensor, targets: Tensor, beta: float, samples: int, *, own_task: bool) -> None:
     """Shapes, types and ranges of an objective's arguments; unless the task reads the targets its own way."""
-    overlaps(overlap, members(logits))
     if not isinstance(beta, Real):
         raise TypeError(f"beta must be a number. Got {kind(beta)}.")
     if not 0 <= beta < math.inf:

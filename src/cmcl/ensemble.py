@@ -11,7 +11,7 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,9 @@ from . import _checks
 from .metrics import entropy
 from .sharing import MODES, share_features
 from .splitting import Split, Stem, Trunk, can_verify, split, verify
+
+if TYPE_CHECKING:
+    from .objectives import Part
 
 Network = Callable[[], nn.Module] | Sequence[nn.Module]
 Output = Callable[[Any], Tensor]  # what a member returns -> its logits (B, C, ...)
@@ -119,10 +122,13 @@ class Ensemble(nn.Module):
         features: Sequence[Tensor],
         masks: Tensor | None = None,
         generator: torch.Generator | None = None,
+        part: "Part | None" = None,
     ) -> list[Tensor]:
-        """The members' features (B, ...) after sharing: M tensors of the same shape."""
+        """The members' features (B, ...) after sharing, as by `share_features`."""
         mode = "off" if self.share_after is None else "sampled" if self.training else self.share_at_test
-        return share_features(features, prob=self.share_prob, mode=mode, masks=masks, generator=generator)
+        return share_features(
+            features, prob=self.share_prob, mode=mode, masks=masks, generator=generator, part=part
+        )
 
     def logits(self, outputs: Sequence[Any]) -> Tensor:
         """Logits (M, B, C, ...) of what the members returned."""

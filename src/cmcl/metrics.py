@@ -97,6 +97,12 @@ class Accumulator:
         if self.curves:
             self._keep(ood_entropy=values)
 
+    def merge(self, other: "Accumulator") -> None:
+        """Add what another accumulator holds, such as that of another process."""
+        self._add(**other._sums)
+        for name, values in other._scores.items():
+            self._keep(**{name: torch.cat(values)})
+
     def compute(self) -> dict[str, float]:
         """All metrics that are one number, by name; `member_error` is the mean over members.
 

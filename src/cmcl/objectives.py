@@ -9,7 +9,7 @@ M members, B batch, C classes, S samples, K overlap, T targets. Logits: (M, B, C
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,20 @@ TaskLoss = Callable[[Tensor, Tensor], Tensor]  # one member's logits (B, C, ...)
 Rule = str | Callable[[Tensor], Tensor]  # "hard", "relaxed", "annealed"; or losses (M, B) -> weights (M, B)
 Scalar = float | Tensor  # a tensor () can follow a schedule inside a CUDA graph
 RULES = ("hard", "relaxed", "annealed")
+
+
+class Part(Protocol):
+    """The part of an ensemble and of a batch that one of several processes computes, of `training.mesh`.
+
+    Specialists are chosen among all members, and random numbers are drawn for all members and examples.
+    """
+
+    shape: tuple[int, int]  # (M, B) of the whole
+    members: slice  # of this process
+    examples: slice
+
+    def of_all_members(self, scores: Tensor) -> Tensor:
+        """The scores of all members, from those of this process's members: both for its examples."""
 
 
 class OracleLoss(NamedTuple):
@@ -53,6 +67,7 @@ def confident_oracle_loss(
     task: TaskLoss | None = None,
     ignore_index: int | None = None,
     generator: torch.Generator | None = None,
+    part: Part | None = None,
 ) -> OracleLoss:
     """The confident oracle loss, eq. 3 of the paper, with v chosen as in Algorithm 1.
 
@@ -78,14 +93,17 @@ def confident_oracle_loss(
             is cross-entropy; class weights, label smoothing and soft targets come this way.
         ignore_index: pixels (or examples) with this target count 0. The mean stays over the whole batch.
         generator: source of the sampled labels. It does not pass through torch.compile.
+        part: what the logits are of an ensemble that several processes train. The others compute the rest.
 
     Returns:
         An `OracleLoss`. `task` and `kl` are exact whatever `labels` says: only `total` is sampled.
     """
     beta = 0.0 if isinstance(others, str) and others == "none" else beta
-    overlap = max(1, _checks.members(logits) - 1) if overlap is None else overlap
+    members = _checks.members(logits) if part is None else part.shape[0]
+    overlap = max(1, members - 1) if overlap is None else overlap
     own_task = task is not None and ignore_index is None  # only the task knows what its targets mean
-    _checks.objective(logits, targets, beta, overlap, samples, own_task=own_task)
+    _checks.overlaps(overlap, members)
+    _checks.objective(logits, targets, beta, samples, own_task=own_task)
     _checks.ignorable(ignore_index, targets)
     _checks.values(logits, targets, ignore_index, own_task=own_task)
     if logits.dtype in (torch.float16, torch.bfloat16):
@@ -106,7 +124,7 @@ def confident_oracle_loss(
         values = values.unflatten(0, logits.shape[:2])  # (M, B, ...)
     else:
         values = torch.stack([_checks.unreduced(task(z, targets), z[:, 0]) for z in logits])
-    drawn = _draw(labels, log_p, samples, generator)  # (S, M, B, ...), or None
+    drawn = _draw(labels, log_p, samples, generator, part)  # (S, M, B, ...), or None
     if drawn is not None and isinstance(others, Tensor):
         raise ValueError('labels must be "exact" if others are teacher logits. Got sampled labels.')
     penalty = kl if drawn is None else _sampled_kl(log_p, drawn)  # (M, B, ...)
@@ -114,10 +132,14 @@ def confident_oracle_loss(
     values, kl, penalty = (_per_example(value, counted) for value in (values, kl, penalty))  # (M, B)
     # The exact KL, even with sampled labels: the assignment must not be noisy.
     scores = (values - _times(beta, kl)).detach()
+    if part is not None:
+        scores = part.of_all_members(scores)
     v = specialists(scores, overlap)
     q = v.to(scores.dtype)
     if rule != "hard":
         q = assign(scores, overlap=overlap, rule=rule, epsilon=epsilon, temperature=temperature)
+    if part is not None:
+        v, q = v[part.members], q[part.members]
     total = (_times(q, values) + _times(beta * (1 - q), penalty)).sum(0).mean()
     return OracleLoss(total, v, values, kl, q)
 
@@ -262,7 +284,11 @@ def _distillation(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor
 
 
 def _draw(
-    labels: str | Tensor, log_p: Tensor, samples: int, generator: torch.Generator | None
+    labels: str | Tensor,
+    log_p: Tensor,
+    samples: int,
+    generator: torch.Generator | None,
+    part: Part | None,
 ) -> Tensor | None:
     if isinstance(labels, Tensor):
         _checks.labels(labels, log_p)
@@ -271,8 +297,9 @@ def _draw(
     if labels == "exact":
         return None
     members, batch, classes, *pixels = log_p.shape
-    shape = (samples, members, batch, *pixels)
-    return torch.randint(classes, shape, device=log_p.device, generator=generator)
+    shape = (samples, *(part.shape if part is not None else (members, batch)), *pixels)
+    drawn = torch.randint(classes, shape, device=log_p.device, generator=generator)
+    return drawn if part is None else drawn[:, part.members, part.examples]
 
 
 def _sampled_kl(log_p: Tensor, drawn: Tensor) -> Tensor:

@@ -1,12 +1,15 @@
 """Feature sharing (section 4.1). M members, B batch; a member's features h are (B, ...), all of one shape."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import _checks
+
+if TYPE_CHECKING:
+    from .objectives import Part
 
 MODES = ("sampled", "expected", "off")
 
@@ -18,6 +21,7 @@ def share_features(
     mode: str = "sampled",
     masks: Tensor | None = None,
     generator: torch.Generator | None = None,
+    part: "Part | None" = None,
 ) -> list[Tensor]:
     """The shared features of each member: h_m + sum over n != m of mask_nm * h_n.
 
@@ -29,6 +33,8 @@ def share_features(
         mode: "sampled" draws masks; "expected" uses `prob` instead of them; "off" shares nothing.
         masks: (M, M, B, ...) boolean, to use instead: masks[n, m] is what m gets of n. n = m is not read.
         generator: source of the masks. It does not pass through torch.compile.
+        part: of an ensemble that several processes train. Features are those of all members, for the
+            examples of this process; the result is that of its members.
 
     Returns:
         M shared features (B, ...). Autograd keeps boolean masks only, M - 1 bytes per feature value.
@@ -38,17 +44,22 @@ def share_features(
     _check(features, masks, mode)
     if mode == "off":
         return list(features)
+    mine = range(len(features)) if part is None else range(len(features))[part.members]
     shared = []
     for m, own in enumerate(features):
         others = [n for n in range(len(features)) if n != m]
         given = None if masks is None else [masks[n, m] for n in others]
-        for n, mask in zip(others, given or _masks(own, len(others), prob, mode, generator), strict=True):
-            own = own + features[n] * mask
-        shared.append(own)
+        drawn = given or _masks(own, len(others), prob, mode, generator, part)
+        if m in mine:  # the masks of the others are drawn all the same
+            for n, mask in zip(others, drawn, strict=True):
+                own = own + features[n] * mask
+            shared.append(own)
     return shared
 
 
-def _masks(h: Tensor, count: int, prob: float, mode: str, generator: torch.Generator | None) -> list[Any]:
+def _masks(
+    h: Tensor, count: int, prob: float, mode: str, generator: torch.Generator | None, part: "Part | None"
+) -> list[Any]:
     if mode == "expected":
         return [prob] * count
     # Drawing is what sharing costs, so 60 random bits make several masks: four if 15 bits suffice for prob.
@@ -59,7 +70,10 @@ def _masks(h: Tensor, count: int, prob: float, mode: str, generator: torch.Gener
     each = 60 // width
     # Without a generator the argument must be absent: then torch.compile draws inside the kernel that adds.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
-    bits = [torch.randint(2**60, h.shape, device=h.device, **source) for _ in range(0, count, each)]
+    shape = h.shape if part is None else (part.shape[1], *h.shape[1:])
+    bits = [torch.randint(2**60, shape, device=h.device, **source) for _ in range(0, count, each)]
+    if part is not None:
+        bits = [drawn[part.examples] for drawn in bits]
     shifts = [width * (n % each) for n in range(count)]
     return [(bits[n // each] & ((2**width - 1) << s)) < (level << s) for n, s in enumerate(shifts)]
 

@@ -9,13 +9,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .. import __version__
 from . import data, explore, inference, reproduce, train
-from .common import STOPPED, USAGE, note
+from .common import STOPPED, USAGE, note, note_end, other_process, several_processes
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": explore.demo,
@@ -49,10 +50,15 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
-) -> None: ...
+) -> None:
+    if several_processes() and context.invoked_subcommand != "train":
+        raise ValueError(
+            f"torchrun must start `cmcl train`. Got {context.invoked_subcommand}. Start it without torchrun."
+        )
 
 
 for _name, _command in COMMANDS.items():
@@ -62,8 +68,11 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     """Run the command line and exit."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), Path(os.devnull).open("w") as nowhere:
         warnings.showwarning = lambda message, *_, **__: note(_one_line(str(message)))
+        if other_process():
+            warnings.simplefilter("ignore")
+            sys.stdout = nowhere
         sys.exit(_run())
 
 
@@ -84,7 +93,7 @@ def _run() -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # a bare `cmcl`: the help itself
             typer.echo(_message(error), err=True)
         elif message := _one_line(_message(error)):  # empty in older versions of typer, which print the help
-            note(message)
+            note_end(message)
         return USAGE
 
 

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 FAILED, USAGE, TIME_OVER, STOPPED = 1, 2, 3, 130  # exit codes
 HIGH_ECE = 5.0  # percent
+PATIENCE = 3  # seconds in which torchrun ends the other processes after process 0
 FUNCTION = "MODULE:FUNCTION"
 SAME_COMMAND = "the same command resumes it"
 
@@ -153,25 +155,45 @@ def stoppable(hint: str = SAME_COMMAND) -> Iterator[None]:
     """Exit with a message and a code if a run is interrupted or diverges; `hint` says how to resume."""
     from ..training import Diverged, Interrupted
     from ..training.checkpoint import FolderInUseError
+    from ..training.mesh import ProcessLost
 
     try:
         yield
     except Interrupted as stop:
         why = "time over" if stop.reason == "max_seconds" else f"stopped by {stop.reason}"
-        note(f"{why} at step {stop.step} of {stop.steps}. It is saved in {stop.folder}: {hint}.")
+        note_end(f"{why} at step {stop.step} of {stop.steps}. It is saved in {stop.folder}: {hint}.")
         raise typer.Exit(TIME_OVER) from None
-    except Diverged as error:
-        note(str(error))
+    except (Diverged, ProcessLost) as error:
+        note_end(str(error))
         raise typer.Exit(FAILED) from None
     except FolderInUseError as error:
         raise ValueError(str(error)) from None
     except KeyboardInterrupt:  # while data load, or while a trained ensemble is evaluated
-        note(f"stopped. The last checkpoint is kept: {hint}.")
+        note_end(f"stopped. The last checkpoint is kept: {hint}.")
         raise typer.Exit(STOPPED) from None
+
+
+def several_processes() -> bool:
+    """Whether `torchrun` started this process beside others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"
+
+
+def other_process() -> bool:
+    """Whether it is another one than process 0, which prints for all."""
+    return several_processes() and os.environ.get("RANK") != "0"
 
 
 def note(text: str) -> None:
     """Print a message to stderr."""
+    if not other_process():
+        say(f"cmcl: {text}", err=True)
+
+
+def note_end(text: str) -> None:
+    """Print why the process ends; another than process 0 only if it is not ended by the same."""
+    if other_process():
+        time.sleep(PATIENCE)
+        text = f"process {os.environ['RANK']}: {text}"
     say(f"cmcl: {text}", err=True)
 
 

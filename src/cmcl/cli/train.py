@@ -82,6 +82,10 @@ def train(
     save_every: common.SaveEvery = 60.0,
     device: common.Device = "auto",
     precision: common.Precision = "auto",
+    mesh: Annotated[
+        str | None,
+        Option(metavar="members=M,data=D", help="Places of torchrun's processes. Default: chosen."),
+    ] = None,
     quiet: common.Quiet = False,
     as_json: common.AsJson = False,
 ) -> None:
@@ -102,6 +106,7 @@ def train(
         from ..reproduction.campaign import parse_budget
         from ..reproduction.runner import ending_at, run, run_folder
         from ..training import Diverged
+        from ..training.mesh import restarted
 
         end = None if budget is None else time.monotonic() + parse_budget(budget)
         jobs = [
@@ -110,23 +115,30 @@ def train(
             for s in common.seed_range(seed, seeds)
         ]
         longer = _extended(jobs, out) if resume else {}
-        _check_folders(jobs, out, resume, longer)
+        if not restarted():  # by torchrun: then a run resumes if it can
+            _check_folders(jobs, out, resume, longer)
         for place in {job.folder if job.folder.exists() or job.folder.is_symlink() else out for job in jobs}:
             common.check_writable(place, "--out", folder=True)
         common.check_writable(results, "--results", folder=True)
         if results is not None:
             _check_unrecorded(jobs, results)
         options = common.run_options(
-            device, precision, quiet=quiet, evaluate_every=evaluate_every, checkpoint_seconds=save_every
+            device,
+            precision,
+            mesh=mesh,
+            quiet=quiet,
+            evaluate_every=evaluate_every,
+            checkpoint_seconds=save_every,
         )
         for _, recipe in changed:
             _warn_of_absent_classes(recipe)
-        for folder, shorter in longer.items():
+        for folder, shorter in () if common.other_process() else longer.items():
             _extend(shorter, folder)
-        done: list[tuple[Job, Record]] = []
+        done: list[tuple[Job, Record]] = []  # of several processes, process 0 has the records
+        trained = 0
         for job in jobs:
             try:
-                (record,) = run(
+                records = run(
                     job.recipe,
                     [job.seed],
                     name=job.name,
@@ -136,12 +148,13 @@ def train(
                     options=ending_at(end, options),
                     test_limit=limit,
                 )
-                done.append((job, record))
+                done.extend((job, record) for record in records)
+                trained += 1
             except Diverged as error:  # the others may still succeed
                 common.note(f"{job.folder.name}: {error}")
     if done:
         _show(done, as_json)
-    if len(done) < len(jobs):
+    if trained < len(jobs):
         raise typer.Exit(common.FAILED)
 
 

@@ -189,7 +189,7 @@ def expected_seconds(recipe: Recipe, records: Sequence[Record], device: str) -> 
     ran = [
         r
         for r in records
-        if r.device == device
+        if (r.device, r.mesh) == (device, None)
         and r.steps
         and r.recipe["network"] == recipe.network
         and _image_size(r.recipe["data"]) == _image_size(recipe.data)

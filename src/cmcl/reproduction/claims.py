@@ -159,7 +159,8 @@ def _times(records: Sequence[Record]) -> dict[tuple[Any, ...], dict[str, list[fl
         name = recipe["method"].upper() + (f" with {more}" if more else "")
         compares = name in RIVALS or name.startswith("CMCL")  # the paper's IE shares nothing
         if compares and r.complete and not recipe["adversarial"] and paper.get(r.name) == r.recipe_hash:
-            same = (recipe["data"], recipe["network"], recipe["members"], r.steps, r.device, r.precision)
+            where = (r.device, r.mesh, r.precision)
+            same = (recipe["data"], recipe["network"], recipe["members"], r.steps, *where)
             times.setdefault(same, {}).setdefault(name, []).append(r.seconds)
     return times
 

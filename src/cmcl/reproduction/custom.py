@@ -83,7 +83,7 @@ def record(
         overlap=result.overlap,
         steps=result.steps,
         seconds=round(result.seconds, 3),
-        **environment.current(options or Options()),
+        **environment.current(options or Options(), result.mesh),
         **found,
     )
     if gallery is not None:

@@ -18,16 +18,17 @@ from .._files import needing_room, parse_json
 from ..training import Options
 from ..training.cuda import find_device
 
-FIELDS = ("device", "precision", "versions", "commit")  # of a record
+FIELDS = ("device", "mesh", "precision", "versions", "commit")  # of a record
 HISTORY = "environment.jsonl"  # in a run folder: a line each time it is started or resumed
 
 
-def current(options: Options) -> dict[str, Any]:
-    """The environment now, as fields of a record."""
+def current(options: Options, mesh: str | None = None) -> dict[str, Any]:
+    """The environment now, as fields of a record; `mesh` of the processes that train together, if several."""
     device = usable(find_device(options.device))
     usual = "bf16" if device.type == "cuda" else "float32"
     return {
         "device": device_name(device),
+        "mesh": mesh,
         "precision": usual if options.precision == "auto" else options.precision,
         "versions": versions(),
         "commit": commit(),
@@ -61,7 +62,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A history as fields of a record: the first environment, and all of them if they differ."""
-    first, *others = ({key: one[key] for key in FIELDS} for one in found)
+    first, *others = ({key: one.get(key) for key in FIELDS} for one in found)  # earlier ones have no mesh
     same = found[0]["step"] == 0 and all(other == first for other in others)
     return first | {"resumed_with": [] if same else list(found)}
 

@@ -106,6 +106,7 @@ class Record(Schema):
     steps: Count
     seconds: Annotated[float, Field(ge=0)]
     device: str
+    mesh: str | None = None  # of several processes: "members=2,data=2"
     precision: str
     versions: dict[str, str | None]
     commit: str | None

@@ -29,6 +29,7 @@ from ..training import Options, Result, fit
 from ..training.batches import hold_out
 from ..training.checkpoint import last_step, locked
 from ..training.config import Recipe
+from ..training.mesh import rank
 from ..training.preflight import preflight
 from ..training.scoring import held_out_temperature
 from . import environment
@@ -97,6 +98,8 @@ def run(
     for seed in seeds:
         folder = run_folder(out, name, recipe, seed)
         ensemble, trained = _train(recipe, seed, sets, folder, ending_at(end, options), test_limit)
+        if rank():  # process 0 evaluates the ensemble of all
+            continue
         if held_out is not None:
             ensemble.temperature = held_out_temperature(ensemble, held_out)
         facts = {"name": name, "seed": seed, "full_length": steps is None}
@@ -129,20 +132,21 @@ def _train(
     example = sets.train.images[:2]
     if example.dtype == torch.uint8 and sets.transform is not None:
         example = sets.transform.transform(example)
-    now, ensemble = environment.current(options), build(recipe, seed, sets.transform, example)
+    ensemble = build(recipe, seed, sets.transform, example)
     if recipe.network not in NETWORKS:
         _check_outputs(ensemble, example, sets.train, str(recipe.network))
-    # raises before anything is written
-    preflight(
+    plan = preflight(  # raises before anything is written
         ensemble, sets.train, None, recipe=recipe, seed=seed, task=None, ignore_index="auto", options=options
     )
-    with locked(folder):  # the run of another process stays untouched
-        with replacing(folder / "recipe.json") as part:
-            part.write_text(json.dumps(recipe.to_json(), indent=1) + "\n", encoding="utf-8")
-        step = last_step(folder) or 0
-        examples = len(hold_out(sets.train, recipe.validation)[0])
-        if not (finished := step >= recipe.total_steps(examples, min(recipe.batch_size, examples))):
-            environment.append(folder, step, now)
+    now, step = environment.current(options, plan.mesh.name), last_step(folder) or 0
+    examples = len(hold_out(sets.train, recipe.validation)[0])
+    finished = step >= recipe.total_steps(examples, min(recipe.batch_size, examples))
+    if rank() == 0:
+        with locked(folder):  # the run of another process stays untouched
+            with replacing(folder / "recipe.json") as part:
+                part.write_text(json.dumps(recipe.to_json(), indent=1) + "\n", encoding="utf-8")
+            if not finished:
+                environment.append(folder, step, now)
     result = fit(
         ensemble,
         sets.train,
@@ -153,7 +157,7 @@ def _train(
         resume=step > 0,
         options=options,
     )
-    if finished and result.rows:  # its last checkpoint was damaged: it was trained after all
+    if finished and result.rows and rank() == 0:  # its last checkpoint was damaged: it was trained after all
         environment.append(folder, step, now)
     return ensemble, _about_training(folder, result, now) | {"overlap": result.overlap}
 

@@ -207,6 +207,6 @@ def permutation(n: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(epoch_seed(seed, epoch)))
 
 
-def epoch_seed(seed: int, epoch: int) -> int:
+def epoch_seed(seed: int | str, epoch: int) -> int:
     """A seed for one epoch; hashed, so that neighbouring seeds and epochs have nothing in common."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8], "little") >> 1

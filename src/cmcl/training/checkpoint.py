@@ -25,12 +25,14 @@ from torch import Tensor
 from .._files import parse_json, replacing
 from .._schema import Schema
 from .config import Options, Recipe
+from .mesh import ALONE, Mesh, restarted
 from .monitor import TelemetryFile
 from .step import TrainState
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{12})\.safetensors")
 CUDA_RANDOM = "random.cuda"  # the device's random state; runs elsewhere have none
 NOT_SAVED = "buffer."  # begins the names of buffers outside the state_dict
+REASONS = ("", "max_seconds", "SIGTERM", "SIGINT")  # to stop; of several processes', the last one counts
 SOON = 0.5  # seconds in which a signal to a whole group of processes has reached all of them
 
 
@@ -191,11 +193,12 @@ def locked(folder: Path) -> Iterator[None]:
 class RunFolder:
     """Saves a run now and then, stops it after a signal or `max_seconds`, and restores it.
 
-    Without a path nothing is saved, but the run can be stopped all the same.
+    Without a path nothing is saved, but the run can be stopped all the same. Of a mesh, process 0 alone
+    reads and writes the folder.
     """
 
-    def __init__(self, path: str | Path | None, options: Options) -> None:
-        self.path, self.options = None if path is None else Path(path), options
+    def __init__(self, path: str | Path | None, options: Options, mesh: Mesh = ALONE) -> None:
+        self.path, self.options, self.mesh = None if path is None else Path(path), options, mesh
         self.checkpoints: Checkpoints | None = None
         self.telemetry: TelemetryFile | None = None
         self.task: str | None = None
@@ -203,17 +206,20 @@ class RunFolder:
         self.started = self._saved_at = self._training_since = time.monotonic()
         self._seconds_before = 0.0  # of training, before this call
         self._saved_step: int | None = None
-        self._signals = Signals()
+        self._signals = Signals(patient=mesh.size > 1)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            if self.path is not None:
-                stack.enter_context(locked(self.path))
-                for folder in (self.path, self.path / "checkpoints"):
-                    for part in folder.glob(".*.????????.part"):  # a killed process left them half written
-                        part.unlink(missing_ok=True)
-                self.checkpoints = Checkpoints(self.path / "checkpoints")
+            with self.mesh.together():
+                if self.path is not None and self.mesh.rank == 0:
+                    stack.enter_context(locked(self.path))
+                    for folder in (self.path, self.path / "checkpoints"):
+                        for part in folder.glob(
+                            ".*.????????.part"
+                        ):  # a killed process left them half written
+                            part.unlink(missing_ok=True)
+                    self.checkpoints = Checkpoints(self.path / "checkpoints")
             stack.enter_context(self._signals)
             self._stack = stack.pop_all()
         return self
@@ -226,14 +232,27 @@ class RunFolder:
     def restore(self, state: TrainState, resume: bool, *, task: str | None, data: str) -> None:
         """Load the last checkpoint if `resume`, else check that there is none; then open the telemetry.
 
-        `task` and `data` describe the run; a resumed run must have the same.
+        `task` and `data` describe the run; a resumed run must have the same. All processes of a mesh begin
+        with the state of process 0. Those that `torchrun` started again resume if they can.
         """
         self.task, self.data = task, data
         self._training_since = time.monotonic()
+        with self.mesh.together():
+            self._restore(state, resume)
+        if self.mesh.size > 1:
+            tensors = _tensors(state)
+            self.mesh.copy(list(tensors.values()))
+            _set_cuda_random(state, tensors)
+            facts = state.step, state.monitor.epochs_below, self._seconds_before, self._saved_step
+            facts = self.mesh.collected(facts)[0]
+            state.step, state.monitor.epochs_below, self._seconds_before, self._saved_step = facts
+
+    def _restore(self, state: TrainState, resume: bool) -> None:
         if self.path is None or self.checkpoints is None:
             return
         _check_savable(state)
         checkpoint = self.checkpoints.latest()
+        resume = resume or (restarted() and checkpoint is not None)
         if resume and checkpoint is None:
             found = [p.name for p in self.path.iterdir() if p.name not in (".lock", "checkpoints")]
             raise ValueError(
@@ -270,19 +289,26 @@ class RunFolder:
     def save(self, state: TrainState) -> None:
         """Write a checkpoint, unless this step has one; a diverged run raises `Diverged` instead."""
         state.check_finite()
-        if self.checkpoints is not None and state.step != self._saved_step:
-            self.checkpoints.save(_tensors(state), self._facts(state))
+        if self.path is not None and state.step != self._saved_step:
+            state.gather()
+            if self.checkpoints is not None:
+                self.checkpoints.save(_tensors(state), self._facts(state))
             self._saved_step = state.step
         self._saved_at = time.monotonic()
 
     def save_if_due(self, state: TrainState) -> None:
         """Write a checkpoint if it is time to, or at the end; if the run must stop, raise `Interrupted`."""
         finished = state.step >= state.steps
-        if self.due() or finished:
+        if self._agreed()[1] or finished:
             self.save(state)
-            reason = self.stop_reason()
+            reason, _ = self._agreed()  # it may have come meanwhile
             if reason and not (finished and reason == "max_seconds"):
                 raise Interrupted(state.step, state.steps, reason, self.path)
+
+    def _agreed(self) -> tuple[str, bool]:
+        """Why all processes must stop now, and whether to save."""
+        code = self.mesh.largest(2 * REASONS.index(self.stop_reason()) + self.due())
+        return REASONS[code // 2], code > 0
 
     @contextmanager
     def logged(self, row: dict[str, Any], state: TrainState) -> Iterator[None]:
@@ -294,7 +320,8 @@ class RunFolder:
                 if self.telemetry is not None:
                     self.telemetry.write(row)
         except Exception:
-            self.save(state)
+            if self.mesh.size == 1:  # else the other processes may be elsewhere
+                self.save(state)
             raise
 
     def until_stopped(self, batches: Iterator[int], state: TrainState) -> Iterator[int]:
@@ -304,7 +331,7 @@ class RunFolder:
                 size = next(batches, None)
             except (RuntimeError, OSError, EOFError):
                 time.sleep(SOON)  # the signal may reach the workers before us
-                if self.stop_reason():
+                if self.stop_reason() and self.mesh.size == 1:  # else the others may be elsewhere
                     self.save_if_due(state)
                 raise
             if size is None:
@@ -373,10 +400,14 @@ def _load(state: TrainState, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for name in own.keys() - unlike:
             own[name].copy_(saved[name])
-    if state.device.type == "cuda":
-        torch.cuda.set_rng_state(saved[CUDA_RANDOM])
+    _set_cuda_random(state, saved)
     state.monitor.epochs_below = list(checkpoint.facts.epochs_below)
     state.step = checkpoint.facts.step
+
+
+def _set_cuda_random(state: TrainState, tensors: dict[str, Tensor]) -> None:
+    if state.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors[CUDA_RANDOM])
 
 
 def _check_savable(state: TrainState) -> None:
@@ -391,13 +422,14 @@ def _check_savable(state: TrainState) -> None:
 class Signals:
     """While active, SIGINT and SIGTERM only ask the run to stop, so that the loop can end its step and save.
 
-    A second SIGINT raises KeyboardInterrupt at once. Signals reach the main thread alone: in any other this
+    A second SIGINT raises KeyboardInterrupt at once, unless `patient`: torchrun sends one beside that of the
+    terminal, and ends processes that take too long. Signals reach the main thread alone: in any other this
     does nothing. A signal to a whole group of processes ends a DataLoader's workers, too; torch would raise
     an exception for that wherever the loop is, so from then on SIGCHLD is ignored.
     """
 
-    def __init__(self) -> None:
-        self.received = ""
+    def __init__(self, *, patient: bool = False) -> None:
+        self.received, self.patient = "", patient
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -413,7 +445,7 @@ class Signals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if self.received == name == "SIGINT":
+        if self.received == name == "SIGINT" and not self.patient:
             raise KeyboardInterrupt
         self.received = name
         child = getattr(signal, "SIGCHLD", None)

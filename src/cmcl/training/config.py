@@ -5,6 +5,7 @@ Neither needs torch, so that commands which only list or plan start quickly.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from functools import cached_property
@@ -295,6 +296,7 @@ class Options:
     evaluate_every: Annotated[int, Field(ge=0)] = 0  # epochs; 0: at the end
     evaluation_batch: Count = 1000  # examples evaluated at a time
     checkpoint_seconds: NotNegative = 60.0  # time between checkpoints
+    mesh: str | None = None  # of torchrun's processes: "members=2,data=2"; None: that with the least work
     max_seconds: Positive | None = None  # then the run saves itself and raises `Interrupted`
     quiet: bool = False  # no progress on stderr
     tensorboard: bool = False  # write the telemetry for TensorBoard too
@@ -306,6 +308,13 @@ class Options:
         if kind not in ("auto", "cpu", "cuda", "mps", "xpu") or not (number.isdecimal() or ":" not in name):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'. Got {name!r}.")
         return name
+
+    @field_validator("mesh")
+    @classmethod
+    def _readable_mesh(cls, text: str | None) -> str | None:
+        if text is not None and not re.fullmatch(r"members=[1-9]\d*(,data=[1-9]\d*)?|data=[1-9]\d*", text):
+            raise ValueError(f"mesh must look like members=2,data=2. Got {text!r}.")
+        return text
 
 
 def check_seed(seed: Any) -> int:

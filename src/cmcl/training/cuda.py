@@ -26,10 +26,12 @@ Function = Callable[..., Any]
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; "auto": a GPU if there is one."""
+    """The device of that name; "auto": a GPU if there is one, and for each process of `torchrun` another."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
+    if name == "cuda" and "TORCHELASTIC_RUN_ID" in os.environ and torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = f"{torch.cuda.device_count()} GPU" if torch.cuda.device_count() else "no GPU"
         raise ValueError(
@@ -113,6 +115,23 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 def _copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def by_dtype(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tensors in groups of one dtype."""
+    dtypes = dict.fromkeys(t.dtype for t in tensors.values())
+    return [{name: t for name, t in tensors.items() if t.dtype == dtype} for dtype in dtypes]
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    """All values of tensors of one dtype in one tensor."""
+    return torch.cat([t.reshape(-1) for t in tensors.values()])
+
+
+def views(flat: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """The inverse of `flat`."""
+    parts = flat.split([t.numel() for t in tensors.values()])
+    return [part.view(t.shape) for part, t in zip(parts, tensors.values(), strict=True)]
 
 
 # Compilation and streams.

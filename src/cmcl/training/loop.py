@@ -6,8 +6,9 @@ N examples, M members.
 import copy
 import math
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from .checkpoint import RunFolder, saved_recipe
 from .choosing import overlap_errors
 from .config import Options, Recipe, check_seed
 from .cuda import Captured, captured, execution, use_compiler
+from .mesh import Mesh
 from .preflight import AUTO, Plan, preflight, task_name
 from .progress import Progress
-from .scoring import evaluate, held_out_temperature
+from .scoring import evaluate_together, held_out_temperature
 from .step import Step, TrainState
 
 
@@ -43,6 +45,7 @@ class Result:
     task: str | None = None  # the name of a task loss of the user's own
     data: str | None = None  # a description of the training data
     batch_size: int | None = None  # of a DataLoader, if it has one
+    mesh: str | None = None  # of several processes: "members=2,data=2"
     temperature: float | None = None  # of the ensemble, fitted to held-out data; None: there are none
     overlap: int | None = None  # K, given or chosen
     overlap_errors: dict[int, float] = field(default_factory=dict)  # held-out errors that K was chosen by
@@ -106,9 +109,11 @@ def fit(
         augment=augment,
         options=options,
     )
+    mesh = Mesh(plan.mesh, plan.device)
     errors: dict[int, float] = {}
     if plan.recipe.chooses_overlap:
-        if resume and (saved := saved_recipe(Path(str(out)))) is not None:
+        saved = saved_recipe(Path(str(out))) if resume and mesh.rank == 0 else None
+        if (saved := mesh.collected(saved)[0]) is not None:
             plan.recipe = replace(plan.recipe, overlap=saved.overlap)
         else:
             how = {"task": task, "ignore_index": ignore_index, "augment": augment}
@@ -116,15 +121,20 @@ def fit(
             best = min(errors, key=errors.__getitem__)  # the first of equal ones
             plan.recipe = replace(plan.recipe, overlap=best)
     recipe, rows = plan.recipe, []
-    with execution(options, plan.seed), RunFolder(out, options) as folder:
+    with (
+        execution(options, plan.seed),
+        RunFolder(out, options, mesh) as folder,
+        mesh.batch_norm(ensemble),
+        _silent_if(mesh.rank > 0),
+    ):
         with _on_device(ensemble, plan.device):
             batches = plan.batches()
             steps = recipe.total_steps(batches.examples, batches.batch_size)
             epochs = batches.epoch_of(steps - 1) + 1
-            state = TrainState(ensemble, recipe, plan.seed, plan.monitored_classes, steps)
-            folder.restore(
-                state, resume, task=task_name(task), data=_describe(plan, batches, ignore_index, augment)
-            )
+            state = TrainState(ensemble, recipe, plan.seed, plan.monitored_classes, steps, mesh)
+            described = _describe(plan, batches, ignore_index, augment)
+            mesh.equal("recipe, seed and data", f"{recipe.hash}, {plan.seed}, {described}")
+            folder.restore(state, resume, task=task_name(task), data=described)
             ensemble.transform, ensemble.classes = plan.transform, plan.classes
             ensemble.temperature = None  # of other weights, if any
             ensemble.flip_at_test |= recipe.flip_at_test
@@ -135,7 +145,9 @@ def fit(
             )
         first = batches.epoch_of(state.step) if state.step < steps else epochs
         step: Step | Captured | None = None
-        with Progress(epochs, quiet=options.quiet) as progress:
+        with Progress(epochs, quiet=options.quiet or mesh.rank > 0) as progress:
+            if mesh.size > 1:
+                progress.say(f"{mesh.size} processes, {mesh.shape}: {plan.traffic}")
             if errors:
                 listed = ", ".join(f"{overlap}: {error:.2f} %" for overlap, error in errors.items())
                 progress.say(f"chose overlap {recipe.overlap} by the held-out error of short runs ({listed})")
@@ -166,20 +178,22 @@ def fit(
                     every = options.evaluate_every
                     due = state.step == steps or (every and (epoch + 1) % every == 0)
                     if due and plan.validation is not None:
+                        state.gather()
                         with state.averaged():
-                            row |= _scores(ensemble, plan.validation, options, ignore_index)
+                            row |= _scores(ensemble, plan.validation, options, ignore_index, mesh)
                 rows.append(row)
                 progress.log(row if folder.path else row | {"seed": None})
                 folder.save_if_due(state)
         seconds = folder.seconds()
         step = None  # release its CUDA graph, and the memory that gradients keep of it
         state.optimizer.zero_grad(set_to_none=True)
+        state.gather()
         if state.average is not None:
             state.average.swap()
         ensemble.eval()
         if plan.held_out is not None:
             ensemble.temperature = _temperature(ensemble, plan.held_out, options, ignore_index)
-        scores = None if plan.test is None else _scores(ensemble, plan.test, options, ignore_index)
+        scores = None if plan.test is None else _scores(ensemble, plan.test, options, ignore_index, mesh)
     return Result(
         state.step,
         seconds,
@@ -189,6 +203,7 @@ def fit(
         task=task_name(task),
         data=_learned_from(train, batches),
         batch_size=train.batch_size if isinstance(train, DataLoader) else None,
+        mesh=mesh.shape.name,
         temperature=ensemble.temperature,
         overlap=recipe.objective["overlap"],
         overlap_errors=errors,
@@ -241,14 +256,24 @@ def _make_step(state: TrainState, batches: Batches, plan: Plan, epoch: int) -> S
     if epoch < recipe.warm_start:  # as an independent ensemble
         objective |= {"overlap": recipe.members, "labels": "exact", "rule": "hard"}
     precision = options.precision if options.precision != "auto" else "bf16" if cuda else "float32"
-    how: dict[str, Any] = {"objective": objective, "precision": precision, "compile": use_compiler(options)}
-    how["augment"] = plan.augment
-    if not cuda or options.capture is False or not isinstance(batches, Resident):
+    alone = state.mesh.size == 1  # the collectives of several processes are neither compiled nor captured
+    how: dict[str, Any] = {"objective": objective, "precision": precision, "augment": plan.augment}
+    how["compile"] = alone and use_compiler(options)
+    if not cuda or not alone or options.capture is False or not isinstance(batches, Resident):
         return Step(state, batches, **how)
     step = Step(state, batches, **how, streams=_are_apart(state.ensemble, recipe))
     state.follow_schedules()
     batches.seek(epoch, state.step)
     return captured(step)
+
+
+@contextmanager
+def _silent_if(silent: bool) -> Iterator[None]:
+    """Without warnings: process 0 of a mesh gives them."""
+    with warnings.catch_warnings() if silent else nullcontext():
+        if silent:
+            warnings.simplefilter("ignore")
+        yield
 
 
 def _are_apart(ensemble: Ensemble, recipe: Recipe) -> bool:
@@ -258,11 +283,11 @@ def _are_apart(ensemble: Ensemble, recipe: Recipe) -> bool:
 
 
 def _scores(
-    ensemble: Ensemble, data: Data, options: Options, ignore_index: int | str | None
+    ensemble: Ensemble, data: Data, options: Options, ignore_index: int | str | None, mesh: Mesh
 ) -> dict[str, float]:
     devices = {p.device.index for p in ensemble.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices):  # masks drawn at test time must not change the training
-        return evaluate(ensemble, data, batch_size=options.evaluation_batch, ignore_index=ignore_index)
+        return evaluate_together(ensemble, data, options.evaluation_batch, ignore_index, mesh)
 
 
 def _temperature(

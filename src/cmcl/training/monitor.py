@@ -15,6 +15,7 @@ from torch import Tensor
 from .._files import needing_room, replacing
 from .._messages import warn
 from ..objectives import OracleLoss
+from .mesh import MeshPart
 
 # sums over examples
 BATCH = ("examples", "loss", "task", "kl", "specialist_entropy", "nonspecialist_entropy")
@@ -48,14 +49,20 @@ class Monitor:
         *,
         beta: float,
         ignore_index: int | None = None,
+        part: MeshPart | None = None,
     ) -> None:
-        """Add one batch. Examples whose targets are all `ignore_index` have no specialist."""
+        """Add one batch. Examples whose targets are all `ignore_index` have no specialist.
+
+        With `part`, loss and logits are of what this process computes, and targets of the whole batch.
+        """
+        entropy = torch.special.entr(logits.float().softmax(2)).sum(2).reshape(*logits.shape[:2], -1).mean(2)
+        if part is not None:
+            loss, entropy = part.of_all(loss, entropy)
         v, batch = loss.assignment, len(targets)  # (M, B)
         counted = torch.ones_like(v[0])  # (B,)
         if ignore_index is not None:
             counted = (targets != ignore_index).reshape(batch, -1).any(1)
         v, others = v & counted, ~v & counted
-        entropy = torch.special.entr(logits.float().softmax(2)).sum(2).reshape(*v.shape, -1).mean(2)  # (M, B)
         values = torch.stack([loss.task, loss.kl, entropy, entropy])  # (4, M, B)
         sums = values.where(torch.stack([v, others, v, others]), 0).sum((1, 2))
         means = torch.stack([loss.total.new_ones(()), loss.total])

@@ -1,6 +1,6 @@
 """The recipe's optimizer, made so that a CUDA graph can hold its step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,18 +54,26 @@ class WeightAverage:
     Args:
         ensemble: its values now are the first average.
         steps: the average is over about this number of steps.
+        members: those whose averages are updated.
     """
 
-    def __init__(self, ensemble: Ensemble, steps: float) -> None:
-        parts = [m for m in ensemble.modules() if getattr(m, "running_mean", None) is not None]
-        statistics: list[Any] = [buffer for part in parts for buffer in (part.running_mean, part.running_var)]
-        self._own: list[Tensor] = [tensor.detach() for tensor in (*ensemble.parameters(), *statistics)]
+    def __init__(self, ensemble: Ensemble, steps: float, members: slice = slice(None)) -> None:
+        tensors = _averaged(ensemble)
+        self._own: list[Tensor] = [tensor.detach() for tensor in tensors]
         self.values = [tensor.clone() for tensor in self._own]
+        self._of = dict(zip(map(id, tensors), self.values, strict=True))
+        trained = _averaged(nn.ModuleList(list(ensemble.members)[members]))
+        self._trained = [tensor.detach() for tensor in trained]
+        self._updated = self.of(trained)
         self._average: Any = get_ema_multi_avg_fn(1 - 1 / max(steps, 1.0))
+
+    def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The averages of parameters and buffers, of those that have one."""
+        return [self._of[id(tensor)] for tensor in tensors if id(tensor) in self._of]
 
     def update(self) -> None:
         """Update the averages with the current weights, without waiting for the device."""
-        self._average(self.values, self._own, None)
+        self._average(self._updated, self._trained, None)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -82,6 +90,13 @@ class WeightAverage:
             yield
         finally:
             self.swap()
+
+
+def _averaged(module: nn.Module) -> list[Tensor]:
+    """Parameters and BatchNorm statistics."""
+    parts = [m for m in module.modules() if getattr(m, "running_mean", None) is not None]
+    statistics: list[Any] = [buffer for part in parts for buffer in (part.running_mean, part.running_var)]
+    return [*module.parameters(), *statistics]
 
 
 def _behind_weight(layer: nn.Module) -> list[nn.Parameter]:

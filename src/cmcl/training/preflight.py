@@ -3,6 +3,7 @@
 N examples, M members, B batch, C classes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from .. import _checks, metrics
 from .._messages import first_line, warn, without_addresses
@@ -26,6 +28,7 @@ from .augment import Augmentation, augmented
 from .batches import Batch, Batches, Data, Loaded, Resident, first_batch, hold_out, subset, tensors
 from .config import Options, Recipe, check_seed
 from .cuda import default_generator, find_device
+from .mesh import Shape, Sizes, Traffic, choose, launched, normalises_as_usual, parse, traffic
 
 AUTO = "auto"  # of ignore_index
 
@@ -49,6 +52,8 @@ class Plan:
     check_targets: Callable[[Tensor], None]  # of a DataLoader's later batches
     frozen: list[nn.Module]  # modules that the user set to eval mode
     augment: Augmentation | None
+    mesh: Shape  # of the processes that train together
+    traffic: Traffic  # between them
 
     @property
     def validation(self) -> Data | None:
@@ -119,6 +124,8 @@ def preflight(
     if augment is not None:
         _try_augment(augment, inputs_of(transform, images[:2]).to(device), targets[:2].to(device))
     frozen = [part for m in ensemble.members if m.training for part in m.modules() if not part.training]
+    sizes = _sizes(ensemble, inputs_of(transform, images[:1]), frozen) if launched() > 1 else Sizes(0)
+    mesh = _mesh(ensemble, recipe, options, train, sizes)
     _check_batch_norm(ensemble, frozen, train, recipe, inputs_of(transform, images[:1]))
     for name, scored in (("the held-out part of train", held_out), ("test", test)):
         if scored is not None:
@@ -139,6 +146,8 @@ def preflight(
         check_targets=check_targets,
         frozen=frozen,
         augment=augment,
+        mesh=mesh,
+        traffic=traffic(mesh, recipe.members, max(_batch_sizes(train, recipe.batch_size), default=0), sizes),
     )
 
 
@@ -378,7 +387,7 @@ def _check_batch_norm(
     single: list[bool] = []
 
     def look(module: nn.Module, args: Any) -> None:
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in frozen:
+        if isinstance(module, _BatchNorm) and module not in frozen:
             single.append(args[0].numel() == args[0].shape[1])  # (1, C), or (1, C, 1, 1)
 
     with register_module_forward_pre_hook(look):
@@ -388,6 +397,76 @@ def _check_batch_norm(
             f"BatchNorm must see more than one example at a time. Got a batch of {size}, in {parts[size]} "
             "parts: raise batch_size, lower accumulate, or set drop_last=True in a DataLoader."
         )
+
+
+def _mesh(ensemble: Ensemble, recipe: Recipe, options: Options, train: Data, sizes: Sizes) -> Shape:
+    """The mesh of the processes that train together; raises if the run does not fit it."""
+    if (processes := launched()) == 1 and options.mesh is None:
+        return Shape()
+    batches, members = _batch_sizes(train, recipe.batch_size), list(ensemble.members)
+    smallest = min((size // min(recipe.accumulate, size) for size in batches), default=processes)
+    if options.mesh is not None:
+        shape = parse(options.mesh, processes)
+    else:
+        shape = choose(processes, len(members), smallest, sizes)
+    if shape == Shape():
+        return shape
+    if shape.members > len(members):
+        raise ValueError(f"mesh must have at most {len(members)} places for members. Got {shape}.")
+    if shape.data > smallest:
+        raise ValueError(
+            f"mesh must have at most {smallest} places along data, the examples in the smallest batch (or "
+            f"part of it). Got {shape}. Raise batch_size, lower accumulate, or set drop_last=True in a "
+            "DataLoader."
+        )
+    if options.capture or options.compile:
+        raise ValueError(
+            f"capture and compile must be left out with several processes. Got {shape}, "
+            f"capture={options.capture} and compile={options.compile}."
+        )
+    count = Counter(p for m in members for p in set(m.parameters()) if p.requires_grad)
+    if shape.members > 1 and max(count.values()) > 1:
+        raise ValueError(
+            f"members must not share trained weights with processes along members. Got {shape}; use "
+            f"data={processes}, or freeze=True."
+        )
+    own = [m for m in _batch_norms(ensemble) if not normalises_as_usual(m)]
+    if shape.data > 1 and own:
+        raise ValueError(
+            "BatchNorm must compute as torch's does with processes along data, whose statistics are taken "
+            f"together. Got {type(own[0]).__name__}, which has a forward of its own; use members={processes}."
+        )
+    if isinstance(train, DataLoader) and isinstance(train.sampler, DistributedSampler):
+        raise TypeError(
+            "train must yield whole batches in every process, which takes its part of them. Got a DataLoader "
+            "with a DistributedSampler; use shuffle=True."
+        )
+    return shape
+
+
+def _sizes(ensemble: Ensemble, inputs: Tensor, frozen: list[nn.Module]) -> Sizes:
+    """Numbers of values that the largest member exchanges with other processes."""
+    member = max(ensemble.members, key=lambda m: sum(p.numel() for p in m.parameters() if p.requires_grad))
+    return Sizes(
+        weights=sum(p.numel() for p in member.parameters() if p.requires_grad),
+        features=_shared_values(ensemble, inputs) if ensemble.share_after is not None else 0,
+        channels=tuple(m.num_features for m in _batch_norms(member) if m not in frozen),
+    )
+
+
+def _batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    return [part for part in module.modules() if isinstance(part, _BatchNorm)]
+
+
+def _shared_values(ensemble: Ensemble, inputs: Tensor) -> int:
+    """How many values a member shares of one example."""
+    parameter, member = next(ensemble.parameters()), ensemble.members[0]
+    with torch.no_grad(), in_eval(ensemble), torch.random.fork_rng([parameter.device] * parameter.is_cuda):
+        x = inputs.to(parameter.device)
+        if ensemble.shared_stem is not None:
+            x, _ = ensemble.shared_stem(member, x)
+        h, _ = ensemble.stems[0](member, x)
+    return h[0].numel()
 
 
 def _batch_sizes(train: Data, batch_size: int) -> list[int]:

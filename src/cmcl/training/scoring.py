@@ -1,6 +1,7 @@
 """The errors of an ensemble on data it was not trained on, and the temperature that calibrates it there."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from .. import _checks, calibration, metrics
 from ..data.dataset import Dataset, not_ignored
 from ..ensemble import Ensemble
 from .batches import Batch, Data, tensors
+from .mesh import ALONE, Mesh
 from .preflight import AUTO, as_data, inputs_of, resolved
 
 LARGEST = 2**22  # probabilities that a temperature is fitted to: more examples would hardly change it
@@ -28,9 +30,26 @@ def evaluate(
     Memory does not grow with the number of examples. `cmcl.metrics` gives the same as fractions, 0 to 1.
     `data` and `ignore_index` are as for `fit`, `flip` as for `Ensemble.predict`.
     """
-    scores = metrics.Accumulator()
-    for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index, flip):
-        scores.update(probs, targets, ignore_index=ignore)
+    return evaluate_together(ensemble, data, batch_size, ignore_index, ALONE, flip=flip)
+
+
+def evaluate_together(
+    ensemble: Ensemble,
+    data: Data,
+    batch_size: int,
+    ignore_index: int | str | None,
+    mesh: Mesh,
+    *,
+    flip: bool | None = None,
+) -> dict[str, float]:
+    """`evaluate`, with the batches dealt out to the processes of a mesh, all of which get the result."""
+    if ensemble.share_at_test == "sampled":  # masks are drawn from batch to batch
+        mesh = ALONE
+    own, scores = metrics.Accumulator(), metrics.Accumulator()
+    for probs, targets, ignore in _predictions(ensemble, data, batch_size, ignore_index, flip, mesh):
+        own.update(probs, targets, ignore_index=ignore)
+    for part in mesh.collected(own):
+        scores.merge(part)
     return errors(scores)
 
 
@@ -67,9 +86,14 @@ def _predictions(
     batch_size: int,
     ignore_index: int | str | None,
     flip: bool | None = None,
+    mesh: Mesh = ALONE,
 ) -> Iterator[tuple[Tensor, Tensor, int | None]]:
-    """Each batch of members' probabilities (M, b, C, ...), with its targets and the one not counted."""
-    for images, targets in _batches(as_data("data", data, ensemble), batch_size):
+    """Each batch of members' probabilities (M, b, C, ...), with its targets and the one not counted.
+
+    Of a mesh, every process gets batches of its own.
+    """
+    batches = islice(_batches(as_data("data", data, ensemble), batch_size), mesh.rank, None, mesh.size)
+    for images, targets in batches:
         logits = next(ensemble.stream(inputs_of(ensemble.transform, images), len(images), flip=flip))
         _checks.no_numbers(logits)
         ignore = resolved(ignore_index, targets, logits.shape[2], dense=targets.ndim > 1)

@@ -19,7 +19,8 @@ from ..objectives import OracleLoss, confident_oracle_loss, independent_loss
 from .augment import Augmentation
 from .batches import DRAWS, Batches, Resident, epoch_seed
 from .config import Recipe
-from .cuda import Compiler, Runner, copy_all, default_generator
+from .cuda import Compiler, Runner, by_dtype, copy_all, default_generator, flat, views
+from .mesh import ALONE, Mesh, MeshPart
 from .monitor import Monitor
 from .optim import WeightAverage, make_optimizer, set_lr
 
@@ -37,17 +38,27 @@ class TrainState:
         seed: the seed of masks, labels and dropout.
         classes: the number of classes by which specialists are counted; 1: not by class.
         steps: the length of the whole run.
+        mesh: the processes that train together. Each trains its own members; `gather` copies the others'.
     """
 
-    def __init__(self, ensemble: Ensemble, recipe: Recipe, seed: int, classes: int, steps: int) -> None:
+    def __init__(
+        self,
+        ensemble: Ensemble,
+        recipe: Recipe,
+        seed: int,
+        classes: int,
+        steps: int,
+        mesh: Mesh = ALONE,
+    ) -> None:
         self.ensemble, self.recipe, self.seed, self.steps = ensemble, recipe, seed, steps
+        self.mesh, self.members = mesh, mesh.members(len(ensemble.members))
         self.device = next(ensemble.parameters()).device
         self.optimizer = make_optimizer(ensemble, recipe)
         self.monitor = Monitor(len(ensemble.members), classes, recipe.objective["overlap"], self.device)
         # of masks, labels and dropout on the CPU; on CUDA they come from the device's generator
         self.random = torch.Generator().manual_seed(epoch_seed(seed, DRAWS)).get_state()
         self.step = 0
-        self.average = WeightAverage(ensemble, recipe.ema * steps) if recipe.ema else None
+        self.average = WeightAverage(ensemble, recipe.ema * steps, self.members) if recipe.ema else None
         # what changes during the run, in tensors: a captured step reads them
         self.overlap = torch.tensor(recipe.members, device=self.device) if recipe.evolve else None
         self.temperature = torch.ones((), device=self.device) if recipe.rule == "annealed" else None
@@ -61,6 +72,16 @@ class TrainState:
         if self.temperature is not None:
             self.temperature.fill_(self.recipe.temperature_at(self.step, self.steps))
         return lr
+
+    def gather(self) -> None:
+        """Copy what other processes of the mesh have trained, so that all have the whole ensemble."""
+        self.mesh.copy_members([self._tensors_of(member) for member in self.ensemble.members])
+
+    def _tensors_of(self, member: nn.Module) -> list[Tensor]:
+        own = [*member.parameters(), *member.buffers()]
+        moments = [t for p in own for t in self.optimizer.state.get(p, {}).values()]
+        averages = [] if self.average is None else self.average.of(own)
+        return [*own, *moments, *averages]
 
     def averaged(self) -> AbstractContextManager[None]:
         """The ensemble with averaged weights for the time of a block, if the recipe averages them."""
@@ -103,8 +124,14 @@ class Step:
         compiler = Compiler(dynamic=False if isinstance(batches, Resident) else None) if compile else None
         self.run = Runner(len(state.ensemble.members) if streams else 0, compiler)
         self.loss = compiler(_loss) if compiler else _loss
-        self.parameters = [p for p in state.ensemble.parameters() if p.requires_grad]
-        modules = state.ensemble.named_modules()
+        ensemble, own = state.ensemble, state.members
+        self.stems, self.trunks, self.members = (
+            ensemble.stems[own],
+            ensemble.trunks[own],
+            ensemble.members[own],
+        )
+        self.parameters = [p for p in self.members.parameters() if p.requires_grad]
+        modules = self.members.named_modules()
         self._slots = [(m._buffers, name, f"{path}.{name}") for path, m in modules for name in m._buffers]
 
     def __call__(self) -> None:
@@ -120,9 +147,13 @@ class Step:
                 with torch.no_grad():
                     images, targets = self.augment(images, targets, default_generator(state.device))
             pieces = (tensor.tensor_split(parts) for tensor in (images, targets, labels))
-            for x, y, classes in zip(*pieces, strict=True):
-                (self.forward(x, y, classes) * (len(x) / len(images))).backward()
-        state.monitor.count_step(_clip(self.parameters, state.recipe.clip_norm))
+            for number, (x, y, classes) in enumerate(zip(*pieces, strict=True)):
+                part = state.mesh.part(len(state.ensemble.members), len(x), (state.seed, state.step, number))
+                if part is not None:
+                    x, y = x[part.examples], y[part.examples]
+                (self.forward(x, y, classes, part) * (len(x) / len(images))).backward()
+        state.mesh.add_gradients(self.parameters)
+        state.monitor.count_step(_clip(self.parameters, state.recipe.clip_norm, state.mesh))
         # Once a loss is NaN or infinite, fused optimizers skip their update: the last good weights stay, and
         # with them the running statistics of batch normalisation.
         broken = state.monitor.broken()
@@ -133,55 +164,63 @@ class Step:
             state.average.update()
         self.batches.advance()
 
-    def forward(self, x: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor, labels: Tensor, part: MeshPart | None = None) -> Tensor:
         """The loss of one part of a batch, counted by the monitor.
 
         `labels` are the targets before augmentation, by which specialists are counted: mixed ones are
-        probabilities.
+        probabilities. With `part`, x and targets are of the examples of this process, and labels of all.
         """
         monitor, bf16 = self.state.monitor, self.precision == "bf16"
         with torch.autocast(x.device.type, torch.bfloat16) if bf16 else nullcontext():
             if self.epsilon is None:
-                logits, attacked = self.logits(x), None
+                logits, attacked = self.logits(x, part), None
             else:
-                logits, attacked = self.adversarial_logits(x, targets, self.epsilon)
-        total: Tensor = self.loss(logits, targets, labels, monitor, self.objective).total
+                logits, attacked = self.adversarial_logits(x, targets, self.epsilon, part)
+        total: Tensor = self.loss(logits, targets, labels, monitor, self.objective, part).total
         if attacked is not None:
-            more: Tensor = self.loss(attacked, targets, labels, None, self.objective).total
-            monitor.count_more(more, len(x))
+            more: Tensor = self.loss(attacked, targets, labels, None, self.objective, part).total
+            monitor.count_more(more if part is None else part.of_all_total(more), len(labels))
             total = total + more
         return total
 
-    def logits(self, x: Tensor) -> Tensor:
-        """`Ensemble.forward`, with all members side by side: (M, B, C, ...)."""
-        ensemble, run = self.state.ensemble, self.run
+    def logits(self, x: Tensor, part: MeshPart | None = None) -> Tensor:
+        """`Ensemble.forward`, with the members of this process side by side: (M, B, C, ...)."""
+        ensemble = self.state.ensemble
         ensemble.check(x)
         if ensemble.shared_stem is not None:
-            ((x, _),) = run([partial(ensemble.shared_stem, ensemble.members[0], x)])
-        stems = zip(ensemble.stems, ensemble.members, strict=True)
-        features, rests = zip(*run([partial(stem, member, x) for stem, member in stems]), strict=True)
-        (mixed,) = run([partial(ensemble.share, features)])
-        trunks = zip(ensemble.trunks, ensemble.members, mixed, rests, strict=True)
-        return ensemble.logits(run([partial(trunk, member, h, rest) for trunk, member, h, rest in trunks]))
+            ((x, _),) = self._run([partial(ensemble.shared_stem, self.members[0], x)], part)
+        stems = zip(self.stems, self.members, strict=True)
+        features, rests = zip(*self._run([partial(s, member, x) for s, member in stems], part), strict=True)
+        if part is not None and ensemble.share_after is not None:
+            features = tuple(part.features(features))
+        (mixed,) = self.run([partial(ensemble.share, features, part=part)])
+        trunks = zip(self.trunks, self.members, mixed, rests, strict=True)
+        return ensemble.logits(self._run([partial(t, member, h, r) for t, member, h, r in trunks], part))
 
-    def adversarial_logits(self, x: Tensor, targets: Tensor, epsilon: Tensor) -> tuple[Tensor, Tensor]:
+    def adversarial_logits(
+        self, x: Tensor, targets: Tensor, epsilon: Tensor, part: MeshPart | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Logits (M, B, C, ...) of the inputs, and of each member's own adversarial inputs.
 
         The fast gradient sign after Lakshminarayanan et al. (2017), without feature sharing: the baseline of
         figure 2c.
         """
-        clean = [x.detach().requires_grad_() for _ in self.state.ensemble.members]
-        logits = self._each(clean)
+        clean = [x.detach().requires_grad_() for _ in self.members]
+        logits = self._each(clean, part)
         # A member's loss depends on its own copy of x alone, so one backward pass serves all members.
         given = {key: self.objective[key] for key in ("task", "ignore_index")}
         total = independent_loss(logits, targets, **given).total
         gradients = torch.autograd.grad(total, clean, retain_graph=True)
-        return logits, self._each([(x + epsilon * gradient.sign()).detach() for gradient in gradients])
+        return logits, self._each([(x + epsilon * gradient.sign()).detach() for gradient in gradients], part)
 
-    def _each(self, inputs: list[Tensor]) -> Tensor:
-        ensemble = self.state.ensemble
-        pairs = zip(ensemble.members, inputs, strict=True)
-        return ensemble.logits(self.run([partial(_call, member, x) for member, x in pairs]))
+    def _each(self, inputs: list[Tensor], part: MeshPart | None) -> Tensor:
+        pairs = zip(self.members, inputs, strict=True)
+        calls = [partial(_call, member, x) for member, x in pairs]
+        return self.state.ensemble.logits(self._run(calls, part))
+
+    def _run(self, calls: list[partial[Any]], part: MeshPart | None) -> list[Any]:
+        with nullcontext() if part is None else part.apart():
+            return self.run(calls)
 
     def buffers(self) -> dict[str, Tensor]:
         """The ensemble's buffers as they are now: a network may replace a buffer by another tensor."""
@@ -210,12 +249,17 @@ class Step:
 
 
 def _loss(
-    logits: Tensor, targets: Tensor, labels: Tensor, monitor: Monitor | None, objective: dict[str, Any]
+    logits: Tensor,
+    targets: Tensor,
+    labels: Tensor,
+    monitor: Monitor | None,
+    objective: dict[str, Any],
+    part: MeshPart | None = None,
 ) -> OracleLoss:
-    loss = confident_oracle_loss(logits, targets, **objective)
+    loss = confident_oracle_loss(logits, targets, **objective, part=part)
     if monitor is not None:
         given = {key: objective[key] for key in ("beta", "ignore_index")}
-        monitor.count(loss, logits, labels, **given)
+        monitor.count(loss, logits, labels, **given, part=part)
     return loss
 
 
@@ -223,9 +267,9 @@ def _call(member: nn.Module, x: Tensor) -> Any:
     return member(x)
 
 
-def _clip(parameters: list[nn.Parameter], limit: float | None) -> Tensor:
-    """The norm of the gradient, which is shortened if the recipe sets a limit."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+def _clip(parameters: list[nn.Parameter], limit: float | None, mesh: Mesh) -> Tensor:
+    """The norm of the ensemble's gradient, which is shortened if the recipe sets a limit."""
+    norm = mesh.norm(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if limit is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
@@ -236,8 +280,8 @@ def _clip(parameters: list[nn.Parameter], limit: float | None) -> Tensor:
 
 def _copies(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     copies: dict[str, Tensor] = {}
-    for group in _by_dtype(buffers):
-        copies |= zip(group, _views(_flat(group), group), strict=True)
+    for group in by_dtype(buffers):
+        copies |= zip(group, views(flat(group), group), strict=True)
     return copies
 
 
@@ -246,25 +290,10 @@ def _restore(broken: Tensor, buffers: dict[str, Tensor], before: dict[str, Tenso
     if broken.device.type == "cpu" and not broken:
         return
     alike = {n: b for n, b in buffers.items() if n in before and _alike(b, before[n])}
-    for group in _by_dtype(alike):
-        values = torch.where(broken > 0, _flat({name: before[name] for name in group}), _flat(group))
-        copy_all(list(group.values()), _views(values, group))
+    for group in by_dtype(alike):
+        values = torch.where(broken > 0, flat({name: before[name] for name in group}), flat(group))
+        copy_all(list(group.values()), views(values, group))
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _by_dtype(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    dtypes = dict.fromkeys(t.dtype for t in tensors.values())
-    return [{name: t for name, t in tensors.items() if t.dtype == dtype} for dtype in dtypes]
-
-
-def _flat(tensors: dict[str, Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors.values()])
-
-
-def _views(flat: Tensor, tensors: dict[str, Tensor]) -> list[Tensor]:
-    """The inverse of `_flat`."""
-    parts = flat.split([t.numel() for t in tensors.values()])
-    return [part.view(t.shape) for part, t in zip(parts, tensors.values(), strict=True)]
