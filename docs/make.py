@@ -671,6 +671,14 @@ def table_of(file: str, start: str) -> Callable[[], str]:
     return find
 
 
+def faults() -> str:
+    """Faults and outcomes, from results/faults.json."""
+    found = json.loads((RESULTS / "faults.json").read_text())
+    rows = [[one[k] for k in ("fault", "where", "count", "as_expected", "outcome")] for one in found["rows"]]
+    made = f"`{found['command']}`; torch {found['torch']}, {found['device']}; commit {found['commit']}"
+    return f"{table('fault | where | >number | >as it should | what should happen', rows)}\n\n{made}."
+
+
 def whole(file: str) -> Callable[[], str]:
     """A file of results/ as it is."""
     return lambda: f"```text\n{(RESULTS / file).read_text().rstrip()}\n```"
@@ -692,6 +700,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "tuning": whole("tuning-digits.txt"),
     "postgres": whole("postgres.txt"),
     "slurm": whole("slurm.txt"),
+    "faults": faults,
     "export": whole("export-check.txt"),
     "onnx-speed": whole("onnx-speed.txt"),
     "flights": hypotheses,

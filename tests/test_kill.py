@@ -3,9 +3,10 @@
 The child tells every place that it comes to, and waits there. The parent kills it at a random one (a third of
 the time at the next one inside a checkpoint's write), or lets it go and kills it a random moment later. Then it
 looks for itself: a kill inside a checkpoint's write has left the unfinished file behind. Run with -s to see the
-landings, or `PYTHONPATH=src python tests/test_kill.py` to write them to results/kill-test.txt.
+landings. benchmarks/faults.py counts these and other faults for docs/reference/reliability.md.
 """
 
+import json
 import os
 import random
 import signal
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from cmcl.training.checkpoint import Checkpoints
 
@@ -25,6 +25,10 @@ ROOT = Path(__file__).parents[1]
 KILLS, SEED = 25, 20260
 STEPS = 80  # 5 an epoch
 
+SETTINGS = {  # of the recipe
+    "a plain recipe": {},
+    "augmentation and averaged weights": {"augment": {"flip": True, "crop": 1, "mixup": 0.2}, "ema": 0.2},
+}
 WRITES = ("write: nothing yet", "write: half", "write: all", "write: before fsync")
 
 # Where a run can be. Each place is announced on stdout, and left only when the parent allows it.
@@ -82,7 +86,8 @@ before(monitor.TelemetryFile, "write", lambda *_: "before a row")
 before(monitor.TelemetryFile, "__init__", lambda *_: "before rewinding the rows")
 before(batches.Resident, "advance", lambda *_: "inside a step: weights changed")
 
-recipe = replace(t.RECIPE, epochs=None, steps=int(sys.argv[4]))
+import json
+recipe = replace(t.RECIPE, epochs=None, steps=int(sys.argv[4]), **json.loads(sys.argv[5]))
 ensemble = t.small()
 t.fit(ensemble, t.data(), recipe=recipe, seed=2, out=sys.argv[3],
       resume=checkpoint.last_step(Path(sys.argv[3])) is not None,
@@ -108,11 +113,11 @@ class Landing:
 class Child:
     """The run in a process of its own, which goes from place to place only when told to."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, settings=None):
         command = [sys.executable, "-W", "ignore", "-c", CHILD, str(ROOT / "src"), str(ROOT / "tests")]
         self.folder = folder
         self.process = subprocess.Popen(
-            [*command, str(folder), str(STEPS)],
+            [*command, str(folder), str(STEPS), json.dumps(settings or {})],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -146,11 +151,11 @@ class Child:
             self.process.communicate()
 
 
-def killed_run(folder):
-    """A run with 25 kills; the landings."""
+def killed_run(folder, settings=None, kills=KILLS):
+    """A run with so many kills; the landings."""
     chance, landings = random.Random(SEED), []
-    while len(landings) < KILLS:
-        child = Child(folder)
+    while len(landings) < kills:
+        child = Child(folder, settings)
         wanted = chance.choice(WRITES) if len(landings) % 3 == 0 else ""
         moment = chance.randint(1, 30)
         while (place := child.next()) != "done":
@@ -168,9 +173,9 @@ def killed_run(folder):
     return landings
 
 
-def run_on(folder):
+def run_on(folder, settings=None):
     """From where it is to the end; returns the last checkpoint."""
-    child = Child(folder)
+    child = Child(folder, settings)
     while child.next() != "done":
         child.go()
     child.close()
@@ -197,12 +202,13 @@ def table(landings):
 
 
 @pytest.mark.slow
-def test_killed_25_times_and_bit_identical(tmp_path):
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_killed_25_times_and_bit_identical(tmp_path, settings):
     from test_train import told
 
-    expected = run_on(tmp_path / "whole")
-    landings = killed_run(tmp_path / "killed")
-    last = run_on(tmp_path / "killed")
+    expected = run_on(tmp_path / "whole", settings)
+    landings = killed_run(tmp_path / "killed", settings)
+    last = run_on(tmp_path / "killed", settings)
     print("\n" + table(landings))  # noqa: T201
     assert len(landings) == KILLS
     assert sum(landing.in_a_write for landing in landings) >= 5
@@ -212,26 +218,3 @@ def test_killed_25_times_and_bit_identical(tmp_path):
     assert same_end(last, expected)
     assert told(tmp_path / "killed") == told(tmp_path / "whole")
     assert not list((tmp_path / "killed" / "checkpoints").glob(".*"))
-
-
-def main():
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        expected = run_on(folder / "whole")
-        landings = killed_run(folder / "killed")
-        equal = same_end(run_on(folder / "killed"), expected)
-    text = (
-        "$ PYTHONPATH=src python tests/test_kill.py\n"
-        f"torch {torch.__version__}, CPU; a run of {STEPS} steps, a checkpoint after each, killed by SIGKILL and "
-        f"resumed {KILLS} times\n\n{table(landings)}\n\n"
-        f"weights, optimiser and random states bit-identical to the uninterrupted run: {'yes' if equal else 'NO'}\n"
-    )
-    (ROOT / "results" / "kill-test.txt").write_text(text)
-    print(text)  # noqa: T201
-    sys.exit(not equal)
-
-
-if __name__ == "__main__":
-    main()
