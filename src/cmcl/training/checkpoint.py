@@ -299,16 +299,11 @@ class RunFolder:
     def save_if_due(self, state: TrainState) -> None:
         """Write a checkpoint if it is time to, or at the end; if the run must stop, raise `Interrupted`."""
         finished = state.step >= state.steps
-        if self._agreed()[1] or finished:
+        if self.mesh.largest(self.due()) or finished:  # all processes save and stop together
             self.save(state)
-            reason, _ = self._agreed()  # it may have come meanwhile
+            reason = REASONS[self.mesh.largest(REASONS.index(self.stop_reason()))]
             if reason and not (finished and reason == "max_seconds"):
                 raise Interrupted(state.step, state.steps, reason, self.path)
-
-    def _agreed(self) -> tuple[str, bool]:
-        """Why all processes must stop now, and whether to save."""
-        code = self.mesh.largest(2 * REASONS.index(self.stop_reason()) + self.due())
-        return REASONS[code // 2], code > 0
 
     @contextmanager
     def logged(self, row: dict[str, Any], state: TrainState) -> Iterator[None]:
