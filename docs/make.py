@@ -192,7 +192,16 @@ def zoo() -> str:
 GROUPS = {  # of the README's results: title -> recipes by method; those without a record are left out
     "CIFAR-10, ResNet-20": ("cifar10-resnet20", {"IE": "-ie", "MCL": "-mcl", "CMCL": "-cmcl"}),
     "SVHN, ResNet-20": ("svhn-resnet20", {"IE": "-ie", "MCL": "-mcl", "CMCL": "-cmcl"}),
-    "CIFAR-10, small CNN": ("cifar10-cnn", {"IE": "-ie", "MCL": "-mcl", "CMCL": "-cmcl-sharing-sampled"}),
+    "CIFAR-10, small CNN": (
+        "cifar10-cnn",
+        {
+            "IE": "-ie",
+            "IE, adversarial training": "-ie-adversarial",
+            "MCL": "-mcl",
+            "CMCL": "-cmcl-sharing-sampled",
+            "CMCL, neither shared features nor stochastic labels": "-cmcl",
+        },
+    ),
 }
 MORE = {"CIFAR-10, VGGNet-17": ("cifar10-vggnet17", {"CMCL": "-cmcl"})}
 TODAY = {"IE": "-ie", "CMCL": "-cmcl", "CMCL, shared features": "-cmcl-sharing"}
