@@ -70,9 +70,7 @@ def test_from_an_empty_folder(installed, tmp_path):
     assert "digits-cmcl" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
     Image.new("L", (8, 8)).save(tmp_path / "black.png")
-    (answer,) = json.loads(
-        run(cmcl, "predict", folder, "black.png", "--device", "cpu", "--json", cwd=tmp_path)
-    )
+    answer = json.loads(run(cmcl, "predict", folder, "black.png", "--device", "cpu", "--json", cwd=tmp_path))
     assert len(answer["members"]) == 5
     run(cmcl, "export", folder, "-o", "model.pt2", "--limit", 4, cwd=tmp_path)
     assert (tmp_path / "model.pt2").exists()
