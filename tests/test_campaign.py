@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import cmcl
 from cmcl.reproduction import CELLS, Cell, environment
@@ -254,6 +255,12 @@ def test_the_order(tmp_path):
     ]
     places = [order.index(job) for job in first]
     assert places == sorted(places)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU, as that of a scheduler")
+def test_a_plan_for_devices_of_other_machines(tmp_path):
+    jobs = plan([IE], seeds=(0,), results=tmp_path, runs=tmp_path, options=cmcl.Options(device="cuda"))
+    assert [job.device for job in jobs] == ["cuda"]
 
 
 def test_parts_share_the_recipes_out(tmp_path):

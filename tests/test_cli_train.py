@@ -114,6 +114,13 @@ def test_time_over_and_resume(train):
     assert json.loads(out)[0]["name"] == "tiny-cmcl-steps200"
 
 
+def test_time_over_while_k_is_chosen(train):
+    code, _, err = train("--steps", "200", "--overlap", "auto", "--budget", "0.01s")
+    assert code == 3
+    assert "It was choosing K, and begins that again: resume with the same command and --resume." in err
+    assert train("--steps", "200", "--overlap", "auto", "--resume")[0] == 0
+
+
 @pytest.mark.slow
 def test_a_signal(tmp_path):
     """A real process, stopped by a real signal once it trains."""

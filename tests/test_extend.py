@@ -99,6 +99,16 @@ def test_the_command_says_how_if_it_cannot(cmcl, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_longer_run_is_not_extended_by_a_shorter_one(cmcl, tmp_path):
+    words = ["train", "digits-ie", "--members", 2, "--subset", 100, "--out", tmp_path, "--quiet"]
+    words += ["--set", "decay=1"]
+    assert cmcl(*words, "--steps", 4)[0] == 0
+    code, _, err = cmcl(*words, "--steps", 2, "--resume")
+    assert code == 2
+    assert "--resume must find a run to resume" in err
+    assert len(list(tmp_path.iterdir())) == 1, "no folder with the checkpoints of the longer run"
+
+
 def test_fields_that_came_later_keep_the_hash_of_older_recipes():
     """Those of records in results/, which were made before there were such fields."""
     assert {name: getattr(Recipe, name) for name in LATER} == LATER, "defaults"

@@ -105,6 +105,19 @@ def test_features_are_shared_after_the_suggested_layer(cmcl, own):
     assert ensemble.share_after == "1", "after the ReLU"
 
 
+def test_predicting_reads_no_training_image_but_one(cmcl, own):
+    """For the size: whether all are grey was a question when it was trained."""
+    for path in (own / "photos").rglob("*.png"):
+        Image.open(path).convert("RGB").save(path)
+    code, out, _ = cmcl(*WORDS, "--json")
+    assert code == 0
+    run = json.loads(out)[0]["run"]
+    (own / "photos" / "zero" / "01.png").write_text("no image")
+    code, out, err = cmcl("predict", run, "photos/one/00.png", "--network", "mynet:build", "--json")
+    assert (code, err) == (0, "")
+    assert "prediction" in json.loads(out)
+
+
 def test_a_network_of_ours_takes_its_shape_from_the_data(cmcl, own):
     code, out, _ = cmcl("train", "resnet20", *WORDS[2:], "--json")
     assert code == 0

@@ -99,7 +99,7 @@ def test_one_that_diverges_is_not_chosen(tiny, tmp_path, monkeypatch):
         tune(**tiny | {"betas": [3.0]}, out=tmp_path)
 
 
-@pytest.mark.parametrize("stop", [cmcl.Interrupted(3, 9, "SIGTERM"), KeyboardInterrupt()])
+@pytest.mark.parametrize("stop", [cmcl.Interrupted(3, 9, "SIGTERM"), KeyboardInterrupt(), OSError("full")])
 def test_an_interrupted_candidate_is_trained_when_the_search_resumes(tiny, tmp_path, monkeypatch, stop):
     calls = told(monkeypatch, {1.0: 60.0, 2.0: stop, 4.0: 80.0})
     changed = tiny | {"betas": [1.0, 2.0, 4.0], "eta": 5}

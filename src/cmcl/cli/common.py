@@ -161,7 +161,8 @@ def stoppable(hint: str = SAME_COMMAND) -> Iterator[None]:
         yield
     except Interrupted as stop:
         why = "time over" if stop.reason == "max_seconds" else f"stopped by {stop.reason}"
-        note_end(f"{why} at step {stop.step} of {stop.steps}. It is saved in {stop.folder}: {hint}.")
+        saved = f"It is saved in {stop.folder}" if stop.folder else "It was choosing K, and begins that again"
+        note_end(f"{why} at step {stop.step} of {stop.steps}. {saved}: {hint}.")
         raise typer.Exit(TIME_OVER) from None
     except (Diverged, ProcessLost) as error:
         note_end(str(error))

@@ -468,9 +468,10 @@ def _image_shape(ensemble: "Ensemble", data: str | None) -> tuple[int, tuple[int
     if data in DATASETS and (shape := DATASETS[data].shape):
         return shape[0], shape[1:]
     if data is not None and (path := parse_address(data)[1]) and Path(path).expanduser().is_dir():
-        shape = folder.look(path, parse_address(data)[2])[2]
+        options = {"mode": "RGB"} | parse_address(data)[2]  # as it was loaded; not by a look at all images
+        shape = folder.look(path, options)[2]
         return shape[0], shape[1:]
-    options: dict[str, Any] = getattr(ensemble.members[0], "options", {})
+    options = getattr(ensemble.members[0], "options", {})
     size = options.get("size")
     mean = None if ensemble.transform is None else ensemble.transform.state()[1].get("mean")
     fitted = 3 if mean is None or mean.ndim < 3 else mean.shape[-3]

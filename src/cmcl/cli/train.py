@@ -251,6 +251,8 @@ def _extended(jobs: Sequence[Job], out: Path) -> dict[Path, Path]:
             except (OSError, ValueError, TypeError):  # not a run, or a damaged one
                 continue
             length: dict[str, Any] = {"epochs": job.recipe.epochs, "steps": job.recipe.steps}
+            if any(own and own < (getattr(shorter, key) or 0) for key, own in length.items()):
+                continue  # it is longer
             if last_step(run) and replace(shorter, **length) == job.recipe:
                 found[job.folder] = run
         if job.folder in found and (fields := job.recipe.tied_to_length):

@@ -156,7 +156,7 @@ def plan(
     i, n = shard
     if not 1 <= i <= n:
         raise ValueError(f"shard must be i/n with i between 1 and n. Got {i}/{n}.")
-    records, device = load_records(results), device_name(find_device((options or Options()).device))
+    records, device = load_records(results), _device(options or Options())
     named: dict[str, list[Cell]] = {}  # the most important cell of a recipe first
     for cell in sorted(cells, key=_rank):
         named.setdefault(cell.name, []).append(cell)
@@ -210,6 +210,14 @@ def parse_budget(text: str) -> float:
     if not whole or not 0 < seconds < float("inf"):
         raise ValueError(f"budget must be a time above 0, such as 90s, 25m or 1h30m. Got {text!r}.")
     return seconds
+
+
+def _device(options: Options) -> str:
+    """The device of the runs; one that this machine lacks is that of a scheduler's tasks."""
+    try:
+        return device_name(find_device(options.device))
+    except ValueError:
+        return options.device
 
 
 def _image_size(data: str | None) -> tuple[int, int, int] | None:

@@ -21,7 +21,7 @@ import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from .._files import replacing
-from ..training import Diverged, Interrupted, Options
+from ..training import Diverged, Options
 from ..training.checkpoint import FolderInUseError
 from ..training.config import Recipe
 from .recipes import BETAS, find, grid
@@ -97,7 +97,9 @@ def tune(
             part = candidates[candidate].shortened(fraction)
             try:
                 error = _held_out(candidate, part, seeds, shared)
-            except (Interrupted, KeyboardInterrupt):
+            except (Diverged, FolderInUseError):
+                raise
+            except BaseException:  # stopped, or without disk or memory: the next search trains it again
                 _enqueue(trial.study, candidate, candidates[candidate])
                 raise
             say(f"{candidate}, {_length(part)}: held-out top-1 {error:.2f} %")
