@@ -1,7 +1,8 @@
 """Run the Python blocks of pages and write down what they print: python docs/run.py [PAGE...]
 
-A block ```python may be followed by a block ```output, which holds what it prints. Pictures that the blocks save
-are copied to docs/pictures if the page shows them. A test runs the same and compares.
+A block ```python may be followed by a block ```output, which holds what it prints. One with title="FILE" is
+saved as this file, for a block ```sh, which runs if an ```output follows. Pictures that the blocks save are
+copied to docs/pictures if the page shows them. A test runs the same and compares.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import io
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-BLOCK = re.compile(r"^```python\n(.*?)^```\n(\n```output\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```(?:python(?: title=\"(?P<file>\S+)\")?|(?P<shell>sh)(?=\n[^`]*```\n\n```output\n))\n(?P<code>.*?)^```\n"
+    r"(?P<output>\n```output\n(?P<printed>.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
+)
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -26,8 +32,25 @@ def outputs(text: str, folder: Path) -> Iterator[tuple[re.Match[str], str]]:
     (folder / "zoo").symlink_to(ROOT / "zoo")  # as in a checkout
     for block in BLOCK.finditer(text):
         with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(compile(block[1], "page", "exec"), names)
+            if block["file"]:
+                Path(block["file"]).write_text(block["code"], encoding="utf-8")
+            elif block["shell"]:
+                sys.stdout.write(shell(block["code"]))
+            else:
+                exec(compile(block["code"], "page", "exec"), names)
         yield block, "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
+
+
+def shell(commands: str) -> str:
+    """What commands print to stdout; those of this Python come first."""
+    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    more = {"PATH": paths, "OMP_NUM_THREADS": "1"}  # torchrun warns without
+    done = subprocess.run(
+        ["sh", "-e"], input=commands, env=os.environ | more, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"the commands of a page must run. Got {done.stderr}")
+    return done.stdout
 
 
 def executed(text: str, folder: Path) -> str:
@@ -35,8 +58,8 @@ def executed(text: str, folder: Path) -> str:
     parts, at = [], 0
     for block, printed in outputs(text, folder):
         parts.append(text[at : block.end()])
-        if block[2]:
-            parts[-1] = parts[-1].removesuffix(block[2]) + f"\n```output\n{printed}```\n"
+        if block["output"]:
+            parts[-1] = parts[-1].removesuffix(block["output"]) + f"\n```output\n{printed}```\n"
         at = block.end()
     return "".join([*parts, text[at:]])
 

@@ -81,6 +81,28 @@ def test_resume_needs_something_to_resume(train, tmp_path):
     assert train("--resume", "--seeds", 2)[0] == 0, "one of the two runs is there"
 
 
+def test_the_best_of_several_runs_is_bold_on_a_terminal(train, cmcl, tmp_path, monkeypatch):
+    """In the tables of `train` and `evaluate`; the mean below them is not a run."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for name, value in (("TERM", "xterm-256color"), ("COLUMNS", "120")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def bold(text):  # without the heads, which are bold too
+        return [line for line in text.splitlines() if line.startswith("\x1b[1m") and "top-1" not in line]
+
+    assert bold(train("--seed", 2)[1]) == []
+    shown = train("--seeds", 2)[1]
+    folders = [tmp_path / f"{FOLDER[:-1]}{seed}" for seed in range(2)]
+    errors = [read(folder / "record.json").errors["expected"]["top1"] for folder in folders]
+    assert errors[0] != errors[1]
+    best = errors.index(min(errors))
+    for text, start in ((shown, f"{best} "), (cmcl("evaluate", *folders)[1], folders[best].name)):
+        (line,) = bold(text)
+        assert line.removeprefix("\x1b[1m").startswith(start)
+        assert f"{min(errors):.2f}" in line
+
+
 def test_a_record_is_not_replaced_by_another_run(cmcl, tmp_path):
     """The same seed with another precision, say: two numbers, and nobody may choose between them."""
     words = ["train", "tiny-cmcl", "--results", tmp_path, "--quiet", "--out"]

@@ -83,7 +83,9 @@ SLOW = ("tutorials/images.md", "tutorials/text.md")  # they train several seeds
 def test_snippets_run(page, tmp_path, capsys):
     """Every Python block of a page, one after the other, as a reader would; it prints what the page shows."""
     for block, printed in run.outputs(page.read_text(), tmp_path):
-        assert block[2] is None or run.alike(printed, block[3]), f"run python docs/run.py {page}:\n{printed}"
+        assert block["output"] is None or run.alike(printed, block["printed"]), (
+            f"run python docs/run.py {page}:\n{printed}"
+        )
     shown = set(re.findall(r"pictures/([\w-]+\.svg)", page.read_text()))
     assert {path.name for path in run.pictures_of(page.read_text(), tmp_path)} >= shown & SAVED
 
@@ -98,6 +100,15 @@ def test_outputs_are_alike():
 def test_outputs_are_written(tmp_path):
     page = "```python\nx = 2\nprint(x, '')\n```\n\n```output\nold\n```\n\n```python\nx += 1\n```\n"
     assert run.executed(page, tmp_path) == page.replace("old", "2")
+
+
+def test_scripts_of_pages_run_in_a_shell(tmp_path):
+    script = '```python title="two.py"\nprint(2)\n```\n\n'
+    command = "```sh\npython two.py\n```\n"
+    page = f"{script}```sh\nexit 1\n```\n\n{command}\n```output\nold\n```\n"  # without output: not run
+    assert run.executed(page, tmp_path) == page.replace("old", "2")
+    with pytest.raises(RuntimeError, match=r"must run\. Got .*nothing\.py"):
+        run.shell("python nothing.py\n")
 
 
 def test_every_extra_is_on_the_page_of_the_installation():
@@ -120,7 +131,7 @@ def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     text = (DOCS / "tutorials" / "fine-tuning.md").read_text()
-    blocks = [block[1] for block in run.BLOCK.finditer(text)]
+    blocks = [block["code"] for block in run.BLOCK.finditer(text)]
     names = {"__name__": "page"}
     for block in blocks:
         exec(compile(block, "fine-tuning.md", "exec"), names)

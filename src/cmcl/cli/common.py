@@ -233,7 +233,7 @@ def print_table(
     """Print a table. A column whose name begins with ">" holds numbers; None is shown as a dash.
 
     On a terminal it fits the width: numbers stay whole, text folds, the first column only if it must; the row
-    with the lowest number in the column `best` is bold.
+    with the lowest number in the column `best` is bold; a mean ± its spread counts as the mean.
     """
     from rich.console import Console
     from rich.table import Table
@@ -248,9 +248,9 @@ def print_table(
     for i, (head, number) in enumerate(zip(heads, right, strict=True)):
         whole = number or (i == 0 and needed <= console.width)
         table.add_column(head, justify="right" if number else "left", no_wrap=whole, overflow="fold")
-    known = (
-        {} if best is None else {i: float(row[best]) for i, row in enumerate(rows) if row[best] is not None}
-    )
+    known: dict[int, float] = {}
+    if best is not None:
+        known = {i: float(str(row[best]).split()[0]) for i, row in enumerate(rows) if row[best] is not None}
     lowest = min(known, key=known.__getitem__) if len(known) > 1 else None
     for i, row in enumerate(cells):
         table.add_row(*row, style="bold" if i == lowest else None)

@@ -106,7 +106,7 @@ def _print_scores(results: list[dict[str, Any]]) -> None:
         columns = [[result[key] for result in results] for key in keys]
         means = (None if None in column else common.number(fmean(column)) for column in columns)
         rows.append(["mean", *means])
-    common.print_table(("ensemble", *(COLUMNS[key] for key in keys)), rows, title=title)
+    common.print_table(("ensemble", *(COLUMNS[key] for key in keys)), rows, title=title, best=1)
 
 
 def _measure(

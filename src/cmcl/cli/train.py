@@ -369,7 +369,7 @@ def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
         lines.append(["mean", *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in spreads), ""])
     heads = ("seed", *(f">{title} %" for title in columns.values()), ">seconds")
     title = f"{rows[0]['name']}: errors on {rows[0]['examples']:,} test images"
-    common.print_table(heads, lines, title=title)
+    common.print_table(heads, lines, title=title, best=1)
     typer.echo()
 
 

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,6 @@ def render(inputs: Inputs) -> str:
         title=f"Confident multiple choice learning: {'reproduction' if inputs.paper else 'runs'}",
         version=__version__,
         paper=PAPER,
-        docs=_docs(),
         font=FONT,
         pairs=[*(paper_pairs(inputs.evidence) if inputs.paper else []), *pairs(own)],
         coverage=coverage(inputs.evidence, verdicts) if inputs.paper else "",
@@ -219,16 +217,6 @@ def command(records: Sequence[Record]) -> str:
     fields = ", ".join(f"{k}={v!r}" for k, v in first.recipe.items() if usual.get(k) != v or k == "steps")
     calls = [f"cmcl.fit(ensemble, train, recipe=recipe, seed={seed})" for seed in seeds]
     return "\n".join([f"recipe = cmcl.Recipe({fields})", *calls])
-
-
-def _docs() -> str:
-    """The address of the documentation, if the installed package names one."""
-    with suppress(PackageNotFoundError):
-        for entry in metadata("confident-mcl").get_all("Project-URL") or ():
-            label, _, address = entry.partition(", ")
-            if label == "Documentation":
-                return str(address)
-    return ""
 
 
 def _environment() -> jinja2.Environment:
