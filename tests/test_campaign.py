@@ -314,18 +314,18 @@ def test_budgets():
 
 
 @pytest.mark.slow
-def test_a_session_of_a_given_time(tmp_path):
-    """benchmarks/gpu_session.py: what the time does not suffice for is done by the same command later."""
+def test_a_queue_with_a_time_limit(tmp_path):
+    """benchmarks/gpu_queue.py: what the time does not suffice for is done by the same command later."""
     root = Path(__file__).parents[1]
-    script, source = root / "benchmarks" / "gpu_session.py", os.environ | {"PYTHONPATH": str(root / "src")}
+    script, source = root / "benchmarks" / "gpu_queue.py", os.environ | {"PYTHONPATH": str(root / "src")}
     what = ["digits-300-single", "digits-300-ie", "--seeds", "2", "--device", "cpu"]
 
-    def session(time):
+    def queue(time):
         words = [sys.executable, str(script), time, *what]
         return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=source).returncode
 
-    assert session("0.1s") == 3
+    assert queue("0.1s") == 3
     assert not (tmp_path / "results").exists()
-    assert session("1h") == 0
+    assert queue("1h") == 0
     assert len(load_records(tmp_path / "results")) == 4
-    assert session("1h") == 0, "nothing is missing"
+    assert queue("1h") == 0, "nothing is missing"

@@ -1,8 +1,8 @@
 """Train the next missing cells for a given time, one run after the other; the same command continues.
 
-    python benchmarks/gpu_session.py 50m --root my-data              # all cells, then today's training
-    python benchmarks/gpu_session.py 2h --root my-data --seeds 5 modern
-    python benchmarks/gpu_session.py 2m digits-ie digits-cmcl        # a try on any computer
+    python benchmarks/gpu_queue.py 50m --root my-data              # all cells, then today's training
+    python benchmarks/gpu_queue.py 2h --root my-data --seeds 5 modern
+    python benchmarks/gpu_queue.py 2m digits-ie digits-cmcl        # a try on any computer
 
 The order is that of `cmcl reproduce`: seed 0 of every cell, the headline's other seeds, then the rest.
 Compiled code is kept in RUNS/.inductor, so that a network of one shape is compiled once on this machine. All
