@@ -200,7 +200,7 @@ def _by_recipe(runs: Sequence[Run]) -> dict[str, list[Record]]:
 
 
 def command(records: Sequence[Record]) -> str:
-    """What trains these seeds of a recipe again: a command, or Python for networks and data of one's own."""
+    """What trains these seeds of a recipe again: a command, or Python for your own network and data."""
     first, seeds = records[0], sorted(record.seed for record in records)
     words = [["--seed", str(seed)] for seed in seeds]
     if len(seeds) > 1 and seeds == list(range(seeds[0], seeds[-1] + 1)):
