@@ -217,6 +217,18 @@ def test_warm_start_goes_on(iris):
         twice.fit(X[:100], y[:100])
 
 
+def test_warm_start_holds_out_the_same_examples(iris, monkeypatch):
+    """Without a seed, too: the next fit must not learn what the temperature is fitted to."""
+    held, fitted = [], estimator.held_out_temperature
+    monkeypatch.setattr(
+        estimator, "held_out_temperature", lambda own, kept: held.append(kept[0]) or fitted(own, kept)
+    )
+    model = small(warm_start=True, epochs=1, validation=0.2, random_state=None).fit(*iris).fit(*iris)
+    assert held[0].equal(held[1])
+    model.set_params(warm_start=False).fit(*iris)
+    assert not held[0].equal(held[2])
+
+
 CHANGED = {  # parameter: (value that warm_start cannot follow, other parameters)
     "hidden": (8, {}),
     "members": (2, {}),

@@ -54,7 +54,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         validation: fraction of the examples, stratified, that is held out to fit the temperature of
             `predict_proba`: without it CMCL's probabilities are underconfident.
         class_weight: weights of the classes in the task loss: {class: weight}, or "balanced".
-        warm_start: continue from the weights of the last `fit`.
+        warm_start: continue from the weights of the last `fit`; the same examples are held out.
         random_state: a seed makes `fit` repeatable, unless others fit in threads of the same process.
         device: "auto" takes a GPU if there is one.
         verbose: show progress.
@@ -128,12 +128,12 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         if not continues:
             self.classes_, self.shape_, self.raw_ = classes, X.shape[1:], _is_raw(X)
             self.ensemble_ = self._build(seed, X)
-            self._built = self._plan()
+            self._built, self._split = self._plan(), seed
         rows = np.arange(len(X))
         held = rows[:0]
         if self.validation:
             rows, held = train_test_split(
-                rows, test_size=self.validation, stratify=targets, random_state=seed
+                rows, test_size=self.validation, stratify=targets, random_state=self._split
             )
         result = fit(
             self.ensemble_,
