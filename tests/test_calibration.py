@@ -307,8 +307,17 @@ def test_tempering_keeps_the_answer_and_one_changes_nothing():
     for t in (0.1, 0.5, 3.0):
         assert torch.equal(apply_temperature(probs, t).argmax(1), probs.mean(0).argmax(1))
     assert apply_temperature(torch.tensor([[[1.0, 0.0]]]), 0.05).tolist() == [[1.0, 0.0]]
-    with pytest.warns(UserWarning, match="0.05, is the end of its range"):
-        fit_temperature(probs, probs.mean(0).argmax(1))  # all correct: lower is always better
+    with pytest.warns(UserWarning, match="20, is the end of its range"):
+        fit_temperature(probs, probs.mean(0).argmin(1))  # all wrong: higher is always better
+
+
+@pytest.mark.parametrize("n", [2, 4, 30])
+def test_one_more_error_is_assumed_than_the_examples_show(n):
+    """By hand: n correct predictions of one of two classes, with odds 3 : 2, get the odds n : 1."""
+    probs = torch.tensor([0.6, 0.4], dtype=torch.float64).expand(1, n, 2)
+    t = fit_temperature(probs, torch.zeros(n, dtype=torch.long))
+    assert t == pytest.approx(math.log(1.5) / math.log(n), rel=1e-3)
+    assert apply_temperature(probs, t)[0, 0].item() == pytest.approx(n / (n + 1), abs=1e-4)
 
 
 def test_a_silent_half_is_undone():

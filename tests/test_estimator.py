@@ -15,6 +15,7 @@ from torch import nn
 
 import cmcl
 from cmcl import CMCLClassifier, estimator
+from cmcl.data.dataset import hold_out, identities
 
 NEEDS_MORE = {"check_array_api_input", "check_classifier_data_not_an_array"}  # SciPy's switch, pandas
 
@@ -63,8 +64,9 @@ def test_shapes_and_meaning(fitted, iris):
     probs, members = fitted.predict_proba(X), fitted.predict_members_proba(X)
     assert probs.shape == (150, 3)
     assert members.shape == (3, 150, 3)
-    np.testing.assert_allclose(members.mean(0), probs, rtol=1e-5)
-    np.testing.assert_array_equal(fitted.predict(X), probs.argmax(1))
+    scaled = members.mean(0) ** (1 / fitted.ensemble_.temperature)
+    np.testing.assert_allclose(probs, scaled / scaled.sum(1, keepdims=True), rtol=1e-3, atol=1e-30)
+    np.testing.assert_array_equal(fitted.predict(X), members.mean(0).argmax(1))
     np.testing.assert_array_equal(fitted.predict_members(X), members.argmax(2))
     assert fitted.score(X, y) > 0.9
 
@@ -98,25 +100,31 @@ def test_specialist_fraction(fitted):
 
 
 def test_it_is_what_fit_and_recipe_make(iris):
-    """The same weights as by hand."""
-    X, y = iris
-    ours = small(share_after="relu", beta=0.5, labels="sampled").fit(X, y)
+    """The same weights as by hand; the temperature of a short run, on a fifth that it does not learn."""
+    X, y = (torch.tensor(values) for values in iris)
+    ours = small(share_after="relu", beta=0.5, labels="sampled").fit(*iris)
     seed = int(np.random.RandomState(0).randint(2**31 - 1))
-    torch.manual_seed(seed)
-    layers = [nn.Sequential(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 3)) for _ in range(3)]
-    byhand = cmcl.Ensemble(layers, share_after="1")
-    recipe = cmcl.Recipe(
-        members=3, overlap=2, beta=0.5, labels="sampled", sharing=True,
-        epochs=10, batch_size=64, optimizer="adam", lr=0.03,
-    )  # fmt: skip
-    cmcl.fit(
-        byhand,
-        (torch.tensor(X), torch.tensor(y)),
-        recipe=recipe,
-        seed=seed,
-        options=cmcl.Options(quiet=True, device="cpu"),
-    )
-    np.testing.assert_array_equal(ours.predict_proba(X), byhand.predict(torch.tensor(X)).probs.numpy())
+
+    def byhand(rows, epochs):
+        torch.manual_seed(seed)
+        layers = [nn.Sequential(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 3)) for _ in range(3)]
+        ensemble = cmcl.Ensemble(layers, share_after="1")
+        recipe = cmcl.Recipe(
+            members=3, overlap=2, beta=0.5, labels="sampled", sharing=True,
+            epochs=epochs, batch_size=64, optimizer="adam", lr=0.03,
+        )  # fmt: skip
+        options = cmcl.Options(quiet=True, device="cpu")
+        cmcl.fit(ensemble, (X[rows], y[rows]), recipe=recipe, seed=seed, options=options)
+        return ensemble
+
+    learned, held = hold_out(y.tolist(), identities(X), 0.2, seed)
+    assert len(held) == 30
+    early, whole = byhand(learned, 2), byhand(range(150), 10)
+    whole.temperature = cmcl.calibration.fit_temperature(early.predict(X[held]).member_probs, y[held])
+    assert ours.ensemble_.temperature == pytest.approx(whole.temperature, rel=1e-6)
+    for mine, value in zip(ours.ensemble_.parameters(), whole.parameters(), strict=True):
+        assert mine.equal(value)
+    np.testing.assert_allclose(ours.predict_proba(iris[0]), whole.predict(X).probs.numpy(), rtol=1e-5)
 
 
 def test_the_same_seed_gives_the_same(iris):
@@ -128,27 +136,60 @@ def test_the_same_seed_gives_the_same(iris):
     assert torch.get_rng_state().equal(state), "the user's own random numbers are not touched"
 
 
-def test_held_out_examples_calibrate_the_probabilities():
+@pytest.fixture(scope="module")
+def letters():
+    """Digits with letters for classes: X and y to learn, X and the classes' positions to test."""
     X, y = load_digits(return_X_y=True)
-    X, y = (X / 16).astype(np.float32), np.array(list("abcdefghij"))[y]
-    settings = dict(members=5, overlap=1, beta=0.75, epochs=15, random_state=0)
-    scaled, plain = (CMCLClassifier(**settings, validation=v).fit(X[:1200], y[:1200]) for v in (0.2, 0.0))
-    assert plain.ensemble_.temperature is None
-    truth = torch.tensor(np.searchsorted(scaled.classes_, y[1200:]))
-    before = cmcl.metrics.ece(torch.tensor(plain.predict_proba(X[1200:]))[None], truth)
-    after = cmcl.metrics.ece(torch.tensor(scaled.predict_proba(X[1200:]))[None], truth)
-    assert after < before / 3
-    _, held = train_test_split(
-        np.arange(1200),
-        test_size=0.2,
-        stratify=np.unique(y[:1200], return_inverse=True)[1],
-        random_state=int(np.random.RandomState(0).randint(2**31 - 1)),
-    )
-    members = torch.tensor(scaled.predict_members_proba(X[:1200][held]))
-    labels = torch.tensor(np.searchsorted(scaled.classes_, y[:1200][held]))
-    assert scaled.ensemble_.temperature == pytest.approx(
-        cmcl.calibration.fit_temperature(members, labels), rel=1e-4
-    )
+    X, names = (X / 16).astype(np.float32), np.array(list("abcdefghij"))
+    return X[:1200], names[y[:1200]], X[1200:], torch.tensor(y[1200:])
+
+
+@pytest.fixture(scope="module")
+def calibrated(letters):
+    """Models by their parameter validation."""
+    settings = dict(overlap=1, beta=0.75, epochs=15, random_state=0)
+    return {v: CMCLClassifier(**settings, validation=v).fit(*letters[:2]) for v in ("auto", 0.2, 0)}
+
+
+class TestCalibration:
+    def test_probabilities_are_calibrated(self, calibrated, letters):
+        *_, X, truth = letters
+        ece = {
+            v: cmcl.metrics.ece(torch.tensor(m.predict_proba(X))[None], truth) for v, m in calibrated.items()
+        }
+        assert max(ece["auto"], ece[0.2]) < ece[0] / 3
+
+    def test_the_default_changes_nothing_else(self, calibrated, letters):
+        assert calibrated[0].ensemble_.temperature is None
+        X = letters[2]
+        members = [calibrated[v].predict_members_proba(X) for v in ("auto", 0)]
+        np.testing.assert_array_equal(*members)
+        np.testing.assert_array_equal(calibrated["auto"].predict(X), calibrated[0].predict(X))
+
+    def test_a_fraction_is_not_learned(self, calibrated, letters):
+        X, y, *_ = letters
+        labels = np.unique(y, return_inverse=True)[1]
+        seed = int(np.random.RandomState(0).randint(2**31 - 1))
+        held = train_test_split(np.arange(1200), test_size=0.2, stratify=labels, random_state=seed)[1]
+        members = torch.tensor(calibrated[0.2].predict_members_proba(X[held]))
+        expected = cmcl.calibration.fit_temperature(members, torch.tensor(labels[held]))
+        assert calibrated[0.2].ensemble_.temperature == pytest.approx(expected, rel=1e-4)
+
+    def test_too_few_examples_give_no_temperature(self):
+        model = small(epochs=1).fit(np.eye(4), [0, 0, 1, 1])
+        assert model.ensemble_.temperature is None
+
+    def test_the_chosen_overlap_is_that_of_the_short_run(self, letters, monkeypatch):
+        recipes, run = [], estimator.fit
+        monkeypatch.setattr(
+            estimator, "fit", lambda *a, recipe, **k: recipes.append(recipe) or run(*a, recipe=recipe, **k)
+        )
+        model = small(overlap="auto", epochs=5).fit(*letters[:2])
+        assert [(r.overlap, r.epochs) for r in recipes] == [("auto", 5), (model.overlap_, 1)]
+
+    def test_another_word(self, iris):
+        with pytest.raises(ValueError, match="validation must be 'auto' or a fraction below 1. Got 'none'."):
+            small(validation="none").fit(*iris)
 
 
 def test_text_for_classes(iris):
@@ -276,9 +317,11 @@ class TestClassWeight:
     def test_balanced_finds_the_rare_class(self, overlapping):
         X, y = overlapping
         for method, rise in {"ie": 0.3, "cmcl": 0.05}.items():  # where members specialise, fewer learn it
-            plain = small(method=method, epochs=30).fit(X, y).predict_proba(X)[:, 1].mean()
-            balanced = small(method=method, epochs=30, class_weight="balanced").fit(X, y)
-            assert balanced.predict_proba(X)[:, 1].mean() > plain + rise, method
+            plain, balanced = (
+                small(method=method, epochs=30, class_weight=weight).fit(X, y).predict_members_proba(X)
+                for weight in (None, "balanced")
+            )
+            assert balanced[..., 1].mean() > plain[..., 1].mean() + rise, method
 
     def test_a_dict_is_the_weight_it_says(self, overlapping):
         X, y = overlapping
@@ -316,8 +359,7 @@ class TestImages:
         assert model.ensemble_.transform is not None
         standardised = model.ensemble_.transform.transform(torch.tensor(raw))
         (logits,) = model.ensemble_.stream(standardised, len(standardised))
-        expected = logits.softmax(2).mean(0)
-        np.testing.assert_allclose(model.predict_proba(raw), expected, rtol=1e-4)
+        np.testing.assert_allclose(model.predict_members_proba(raw), logits.softmax(2), rtol=1e-4)
 
     def test_raw_and_prepared_are_not_mixed(self, digits):
         """The same numbers in another type would miss, or get, the standardisation."""

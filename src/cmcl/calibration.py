@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
+import torch
 from pydantic import BeforeValidator, ConfigDict, Field, field_serializer, model_validator
 from torch import Tensor
 
@@ -202,23 +203,29 @@ def decide(member_probs: Tensor, threshold: Threshold) -> Tensor:
 def fit_temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int | None = None) -> float:
     """The T with the lowest negative log-likelihood of the averaged prediction on held-out examples.
 
+    One more error is assumed than these examples show, of the second most probable class: without it a few
+    examples that are all predicted correctly would ask for T = 0.
+
     Near-uniform non-specialists make the averaged prediction of CMCL underconfident, so T is usually below 1.
     Set as `ensemble.temperature`, it is saved with the ensemble and used by `predict` and `export`.
     """
     from scipy.optimize import minimize_scalar
 
     averaged = member_probs.mean(0).double()  # (N, C, ...)
+    counted = targets != ignore_index if ignore_index is not None else torch.ones_like(targets)
 
     def cost(log_t: float) -> float:
-        probs = scale_temperature(averaged, math.exp(log_t))[None]
-        return metrics.nll(probs, targets, ignore_index=ignore_index)
+        probs = scale_temperature(averaged, math.exp(log_t))
+        second = probs.topk(2, dim=1).values[:, 1].clamp(min=torch.finfo(probs.dtype).tiny)  # (N, ...)
+        found = metrics.nll(probs[None], targets, ignore_index=ignore_index)
+        return found - float(second.log().mean() / counted.sum())
 
     widest = math.log(WIDEST)  # the cost is convex in 1 / T, so there is one minimum
     found = minimize_scalar(cost, bounds=(-widest, widest), method="bounded")
     if abs(found.x) > widest - 1e-3:
         warn(
             f"the temperature, {math.exp(found.x):.3g}, is the end of its range: these examples have no best "
-            "one. If all predictions are correct, lower is always better; use more examples."
+            "one. Use more examples, and check that they have the labels the ensemble was trained on."
         )
     return math.exp(found.x)
 

@@ -3,7 +3,8 @@
 N examples, M members, C classes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -20,10 +21,12 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
 
 from . import _checks
+from .data.dataset import hold_out, identities
 from .ensemble import Ensemble, Prediction, in_eval
 from .networks import plain
 from .objectives import TaskLoss
 from .training import Options, fit
+from .training.choosing import FRACTION, HELD_OUT
 from .training.config import Recipe
 from .training.cuda import find_device
 from .training.scoring import held_out_temperature
@@ -51,8 +54,10 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         share_after: submodule after which the members share features.
         hidden: width of the default network. None: 256 for vectors, 64 for images.
         epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
-        validation: fraction of the examples, stratified, that is held out to fit the temperature of
-            `predict_proba`: without it CMCL's probabilities are underconfident.
+        validation: how the temperature of `predict_proba` is fitted, without which CMCL's probabilities are
+            underconfident. "auto": to a fifth of the examples, predicted by a run over a fifth of the epochs
+            on the others; the ensemble itself learns all of them. A number: the fraction, stratified, that is
+            held out of all training. 0: there is no temperature.
         class_weight: weights of the classes in the task loss: {class: weight}, or "balanced".
         warm_start: continue from the weights of the last `fit`; the same examples are held out.
         random_state: a seed makes `fit` repeatable, unless others fit in threads of the same process.
@@ -83,7 +88,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         optimizer: str = "adam",
         lr: float = 0.01,
         weight_decay: float = 0.0,
-        validation: float = 0.0,
+        validation: float | str = "auto",
         class_weight: Mapping[Any, float] | str | None = None,
         warm_start: bool = False,
         random_state: int | np.random.RandomState | None = None,
@@ -129,24 +134,21 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             self.classes_, self.shape_, self.raw_ = classes, X.shape[1:], _is_raw(X)
             self.ensemble_ = self._build(seed, X)
             self._built, self._split = self._plan(), seed
-        rows = np.arange(len(X))
-        held = rows[:0]
-        if self.validation:
-            rows, held = train_test_split(
-                rows, test_size=self.validation, stratify=targets, random_state=self._split
-            )
-        result = fit(
-            self.ensemble_,
-            (self._tensor(X[rows]), torch.tensor(targets[rows])),
-            recipe=self._recipe(),
-            seed=seed,
-            task=self._task(y),
-            options=Options(device=self.device, quiet=not self.verbose),
-        )
-        if len(held):
-            kept = self._tensor(X[held]), torch.tensor(targets[held])
-            self.ensemble_.temperature = held_out_temperature(self.ensemble_, kept)
+        x, labels = self._tensor(X), torch.tensor(targets)
+        learned, held = self._hold_out(x, targets)
+        task, options = self._task(y), Options(device=self.device, quiet=not self.verbose)
+        recipe, early = self._recipe(), self.validation == "auto"
+        train = (x, labels) if early else (x[learned], labels[learned])
+        result = fit(self.ensemble_, train, recipe=recipe, seed=seed, task=task, options=options)
         self.overlap_ = result.overlap
+        if len(held):
+            ensemble = self.ensemble_
+            if early:
+                ensemble, train = self._build(seed, X), (x[learned], labels[learned])
+                recipe = replace(recipe, overlap=result.overlap).shortened(FRACTION)
+                quiet = replace(options, quiet=True)
+                fit(ensemble, train, recipe=recipe, seed=seed, task=task, options=quiet)
+            self.ensemble_.temperature = held_out_temperature(ensemble, (x[held], labels[held]))
         self.specialist_fraction_ = np.array(result.rows[-1]["specialist_fraction"])
         self.specialist_fraction_by_class_ = np.array(result.rows[-1]["specialist_fraction_by_class"])
         return self
@@ -166,6 +168,20 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
     def predict_members_proba(self, X: Any) -> Array:
         """Each member's probabilities, (M, N, C)."""
         return self._predict(X).member_probs.numpy()
+
+    def _hold_out(self, x: Tensor, targets: Array) -> Sequence[Sequence[int]]:
+        """Positions (learned, held) of the examples, both stratified by class."""
+        if self.validation == "auto":
+            return hold_out(targets.tolist(), identities(x), HELD_OUT, self._split)
+        if isinstance(self.validation, str) or not 0 <= self.validation < 1:
+            raise ValueError(f"validation must be 'auto' or a fraction below 1. Got {self.validation!r}.")
+        rows = range(len(x))
+        if not self.validation:
+            return rows, ()
+        learned: Sequence[Sequence[int]] = train_test_split(
+            rows, test_size=self.validation, stratify=targets, random_state=self._split
+        )
+        return learned
 
     def _recipe(self) -> Recipe:
         names = ("members", "method", "overlap", "beta", "labels", "epochs", "batch_size", "optimizer", "lr")
