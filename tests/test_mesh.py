@@ -354,6 +354,31 @@ def test_a_mesh_without_processes_says_how_to_start_them():
         mesh_cases.train("ie", "members=2,data=2")
 
 
+GROUP = """
+import torch.distributed as dist
+from cmcl.training.mesh import Mesh, Shape, group_on_cpu
+from torch import device
+dist.init_process_group("cuda:gloo")  # as with "nccl": none for tensors on the CPU
+try:
+    Mesh(Shape(2, 1), device("cpu"))
+except ValueError as error:
+    print(error)
+mesh = Mesh(Shape())
+mesh.size, mesh.groups["cpu"] = 2, group_on_cpu()
+print(mesh.largest(dist.get_rank()), mesh.collected(dist.get_rank()))
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_of_the_users_that_carries_nothing_on_the_cpu(tmp_path):
+    """What is no tensor of the run travels on the CPU all the same."""
+    (tmp_path / "group.py").write_text(GROUP)
+    code, out, err = run(*torchrun(2, tmp_path / "group.py"))
+    assert code == 0, err
+    assert out.count("1 [0, 1]\n") == 2
+    assert out.count("the process group must carry tensors on cpu. Got cuda:gloo. Call init_process_group") == 2
+
+
 # Faults: the processes train in steps that wait a little, so that there is time to strike.
 
 SLOW_RUN = """
@@ -509,6 +534,30 @@ class TestFaults:
             code, _, err = run(*command)
         assert code != 0
         assert err.count("must be a new folder. It holds a run at step 5") >= 2
+
+    @pytest.mark.slow
+    def test_an_evaluation_that_takes_longer_than_a_process_may_hang(self, tmp_path):
+        """Process 0 evaluates the first seed while the others wait to train the second."""
+        script = tmp_path / "seeds.py"
+        script.write_text("""
+import sys, time
+from datetime import timedelta
+from cmcl import Options
+from cmcl.reproduction import runner
+from cmcl.training import mesh
+mesh.TIMEOUT, pauses = timedelta(seconds=20), [0, 25]
+evaluate = runner._evaluate
+def slowly(*given):
+    time.sleep(pauses.pop())
+    return evaluate(*given)
+runner._evaluate = slowly
+options = Options(quiet=True, device="cpu", mesh="members=2")
+records = runner.run("digits-ie", (0, 1), out=sys.argv[1], options=options, steps=5, test_limit=10)
+print([record.seed for record in records])
+""")
+        code, out, err = run(*torchrun(2, script, tmp_path / "runs"))
+        assert code == 0, err
+        assert sorted(out.splitlines()) == ["[0, 1]", "[]"]
 
     @pytest.mark.slow
     def test_a_loss_that_is_not_finite_stops_all(self, tmp_path):

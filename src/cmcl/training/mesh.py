@@ -34,6 +34,7 @@ from .cuda import copy_all, flat, views
 
 AXES = ("members", "data")
 TIMEOUT = timedelta(minutes=10)  # for a process that hangs; a process that died is noticed at once
+EVALUATION = timedelta(days=1)  # that process 0 may take to evaluate one run before the next one begins
 Value = TypeVar("Value")
 
 
@@ -160,12 +161,14 @@ class Mesh:
         self.shape, self.size, self.rank = shape, math.prod(shape), 0
         self.place = Shape(0, 0)  # of this process, along each axis
         self.shipped = 0  # bytes, by this process since the start
-        self.groups: dict[str, Any] = {}  # those that differ from this process along an axis only, and "all"
+        # those that differ from this process along an axis only, and all: on the device, and on the CPU
+        self.groups: dict[str, Any] = {}
         self.apart = False  # whether a member runs, on this process's part of a batch
         if self.size > 1:
             self.device = _join(device or torch.device("cpu"))
             mesh = init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=AXES)
-            self.groups = {axis: mesh.get_group(axis) for axis in AXES} | {"all": dist.group.WORLD}
+            self.groups = {axis: mesh.get_group(axis) for axis in AXES}
+            self.groups |= {"all": dist.group.WORLD, "cpu": group_on_cpu()}
             self.rank, self.place = dist.get_rank(), Shape(*(mesh.get_local_rank(axis) for axis in AXES))
 
     def members(self, count: int) -> slice:
@@ -241,7 +244,7 @@ class Mesh:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        self.call(dist.all_gather_object, found, value)
+        self.call(dist.all_gather_object, found, value, group=self.groups["cpu"])
         return found
 
     def largest(self, number: int) -> int:
@@ -249,7 +252,7 @@ class Mesh:
         if self.size == 1:
             return number
         tensor = torch.tensor(number)
-        self.call(dist.all_reduce, tensor, dist.ReduceOp.MAX)
+        self.call(dist.all_reduce, tensor, dist.ReduceOp.MAX, group=self.groups["cpu"])
         return int(tensor)
 
     @contextmanager
@@ -435,7 +438,7 @@ def normalises_as_usual(module: _BatchNorm) -> bool:
 
 
 def _join(device: torch.device) -> torch.device:
-    """Join the other processes; returns the device of this one."""
+    """Join the other processes, or wait for those that have joined; returns the device of this one."""
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         # gloo carries what is on the CPU; NCCL allows one process a GPU
@@ -447,7 +450,23 @@ def _join(device: torch.device) -> torch.device:
         backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         dist.init_process_group(backend, store=store, rank=own, world_size=size, timeout=TIMEOUT)
         atexit.register(_leave)
+    elif not _carries(device.type):
+        raise ValueError(
+            f"the process group must carry tensors on {device.type}. Got {dist.get_backend_config()}. Call "
+            'init_process_group("cpu:gloo,cuda:nccl"), or leave that to cmcl.'
+        )
+    # All wait here for the last one, which may be evaluating; other collectives would take it for hanging.
+    dist.destroy_process_group(dist.new_group(backend="gloo", timeout=EVALUATION))
     return device
+
+
+def group_on_cpu() -> Any:
+    """All processes, for tensors on the CPU, which a group of NCCL alone does not carry."""
+    return dist.group.WORLD if _carries("cpu") else dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+
+def _carries(device: str) -> bool:
+    return device in dict(pair.split(":") for pair in dist.get_backend_config().split(","))
 
 
 def _leave() -> None:
