@@ -95,6 +95,7 @@ CASES = {
     "ema": (replace(SHARED, ema=0.2), Normed, data(), {}),
     "augmented": (replace(RECIPE, augment=Augment(flip=True, crop=1, mixup=0.4, jitter=0.1)), Plain, data(), {}),
     "adversarial": (replace(RECIPE, method="ie", adversarial=0.05), Normed, data(), {}),
+    "auto": (replace(RECIPE, overlap="auto"), Plain, data(), {}),
     "dropout": (SHARED, Dropped, data(), {}),
     "bf16": (SHARED, Plain, data(), {"precision": "bf16"}),
 }  # fmt: skip
@@ -115,7 +116,8 @@ def train(case, mesh=None, *, out=None, resume=False, **options):
         resume=resume,
         options=replace(settings, **options),
     )
-    return {"rows": result.rows, "scores": result.scores, "weights": own.state_dict(), "steps": result.steps}
+    kept = {name: getattr(result, name) for name in ("rows", "scores", "steps", "overlap_errors")}
+    return kept | {"weights": own.state_dict()}
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cmcl
 from cmcl import Options, Recipe, data
-from cmcl.training import Interrupted
+from cmcl.training import Interrupted, loop
+from cmcl.training.checkpoint import FolderInUseError, locked
 from cmcl.training.choosing import candidates, overlap_errors
 
 QUIET = Options(quiet=True)
@@ -128,6 +129,16 @@ class TestHowItIsChosen:
         resumed, again = trained(XOR, recipe, augment=augment, out=tmp_path, resume=True)
         assert (again.overlap, again.overlap_errors) == (result.overlap, {}), "no short runs again"
         assert all(a.equal(b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+    def test_a_folder_that_is_taken_raises_before_the_short_runs(self, tmp_path, monkeypatch):
+        trained(XOR, replace(AUTO, epochs=1, overlap=1), out=tmp_path)
+        monkeypatch.setattr(loop, "overlap_errors", lambda *_: pytest.fail("a short run"))
+        with pytest.raises(ValueError, match="must be a new folder. It holds a run at step 10"):
+            trained(XOR, replace(AUTO, epochs=1), out=tmp_path)
+        with locked(tmp_path), pytest.raises(FolderInUseError):
+            trained(XOR, replace(AUTO, epochs=1), out=tmp_path, resume=True)
+        with pytest.raises(ValueError, match="must hold a checkpoint to resume from. It holds nothing"):
+            trained(XOR, replace(AUTO, epochs=1), out=tmp_path / "new", resume=True)
 
     @pytest.mark.parametrize(
         ("train", "error", "message"),

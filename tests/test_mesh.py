@@ -35,7 +35,7 @@ from mesh_cases import CASES, MESHES, M, Plain, ensemble
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 EXACT = [case for case in CASES if case not in ("dropout", "bf16")]
-QUICK = ["ie", "cmcl-shared-sampled", "uneven-loader", "batchnorm"]
+QUICK = ["ie", "cmcl-shared-sampled", "uneven-loader", "batchnorm", "auto"]
 
 
 def torchrun(processes, *command, restarts=0, **more):
@@ -113,6 +113,7 @@ def check_equal(outcomes, case, mesh):
     assert losses < 1e-5
     assert weights < 1e-5
     assert outcome["scores"] == expected["scores"]
+    assert outcome["overlap_errors"] == expected["overlap_errors"]
     assert outcome["steps"] == expected["steps"] >= mesh_cases.STEPS
     ours = outcomes.checkpoint_of(case, mesh)
     assert ours.facts.model_copy(update={"seconds": 0.0}) == checkpoint_alone.facts.model_copy(

@@ -134,12 +134,6 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
 
-def saved_recipe(folder: Path) -> Recipe | None:
-    """The recipe of a run's last checkpoint; None if it has no checkpoint."""
-    found = Checkpoints(folder / "checkpoints").latest()
-    return None if found is None else Recipe.from_json(found.facts.recipe)
-
-
 def last_step(folder: Path) -> int | None:
     """The step in the name of a run's last checkpoint; None if it has no checkpoint."""
     return max(map(_step_of, _paths(folder / "checkpoints")), default=None)
@@ -247,29 +241,40 @@ class RunFolder:
             facts = self.mesh.collected(facts)[0]
             state.step, state.monitor.epochs_below, self._seconds_before, self._saved_step = facts
 
+    def saved_recipe(self, resume: bool) -> Recipe | None:
+        """The recipe of the run that `restore` would resume; raises as it does if the folder is taken."""
+        with self.mesh.together():
+            found = self._latest(resume)
+        return self.mesh.collected(found and Recipe.from_json(found.facts.recipe))[0]
+
     def _restore(self, state: TrainState, resume: bool) -> None:
         if self.path is None or self.checkpoints is None:
             return
         _check_savable(state)
+        if (checkpoint := self._latest(resume)) is not None:
+            self._check_same_run(checkpoint.facts, state)
+            _load(state, checkpoint)
+            self._seconds_before, self._saved_step = checkpoint.facts.seconds, state.step
+        board = self.path / "tensorboard" if self.options.tensorboard else None
+        self.telemetry = TelemetryFile(self.path / "telemetry.jsonl", tensorboard=board, step=state.step)
+
+    def _latest(self, resume: bool) -> Checkpoint | None:
+        """The checkpoint to resume from, None for a new run; raises if the folder is one of the other kind."""
+        if self.path is None or self.checkpoints is None:
+            return None
         checkpoint = self.checkpoints.latest()
-        resume = resume or (restarted() and checkpoint is not None)
         if resume and checkpoint is None:
             found = [p.name for p in self.path.iterdir() if p.name not in (".lock", "checkpoints")]
             raise ValueError(
                 f"{self.path} must hold a checkpoint to resume from. It holds "
                 f"{', '.join(sorted(found)) or 'nothing'}. Leave out resume to start a run there."
             )
-        if checkpoint is not None:
-            if not resume:
-                raise ValueError(
-                    f"{self.path} must be a new folder. It holds a run at step {checkpoint.facts.step}. Pass "
-                    "resume=True to resume it, or name another folder."
-                )
-            self._check_same_run(checkpoint.facts, state)
-            _load(state, checkpoint)
-            self._seconds_before, self._saved_step = checkpoint.facts.seconds, state.step
-        board = self.path / "tensorboard" if self.options.tensorboard else None
-        self.telemetry = TelemetryFile(self.path / "telemetry.jsonl", tensorboard=board, step=state.step)
+        if checkpoint is not None and not (resume or restarted()):
+            raise ValueError(
+                f"{self.path} must be a new folder. It holds a run at step {checkpoint.facts.step}. Pass "
+                "resume=True to resume it, or name another folder."
+            )
+        return checkpoint
 
     def seconds(self) -> float:
         """Seconds of training, over all the times the run was resumed."""

@@ -22,7 +22,7 @@ from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from .augment import Augmentation
 from .batches import Batches, Data, Resident
-from .checkpoint import RunFolder, saved_recipe
+from .checkpoint import RunFolder
 from .choosing import overlap_errors
 from .config import Options, Recipe, check_seed
 from .cuda import Captured, captured, execution, use_compiler
@@ -112,8 +112,9 @@ def fit(
     mesh = Mesh(plan.mesh, plan.device)
     errors: dict[int, float] = {}
     if plan.recipe.chooses_overlap:
-        saved = saved_recipe(Path(str(out))) if resume and mesh.rank == 0 else None
-        if (saved := mesh.collected(saved)[0]) is not None:
+        with RunFolder(out, options, mesh) as folder:
+            saved = folder.saved_recipe(resume)
+        if saved is not None:
             plan.recipe = replace(plan.recipe, overlap=saved.overlap)
         else:
             how = {"task": task, "ignore_index": ignore_index, "augment": augment}
