@@ -5,8 +5,10 @@ The scheduler starts a task again that was preempted, and the run resumes from i
 
 import logging
 import os
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from submitit.core.utils import UncompletedJobError
 
 from ..training import Options
+from ..training.checkpoint import Signals
 from .campaign import Job, Report, campaign, plan
 from .cells import Cell
 
@@ -67,6 +70,8 @@ def launch(
 ) -> Report:
     """Train what is missing of these cells, each recipe and seed as a task, and wait for all of them.
 
+    SIGINT and SIGTERM cancel the tasks; then their runs are saved.
+
     Args:
         cells, seeds, results, runs, root, shard, options, say: as for `campaign`.
         launcher: "slurm": an array of jobs; the folders must be on a disk that all nodes see. "local":
@@ -81,23 +86,44 @@ def launch(
     executor = _executor(launcher, logs, parallel, settings or {})
     todo = list(report.jobs)
     running: dict[int, tuple[Job, submitit.Job[Report]]] = {}  # by slot
-    while todo or running:
-        slots = range(len(todo)) if launcher == "slurm" else range(parallel)
-        started = dict(zip((slot for slot in slots if slot not in running), todo, strict=False))
-        todo = todo[len(started) :]
-        tasks = {
-            slot: Task([cell for cell in cells if cell.name == job.name], job.seed, folders | how)
-            for slot, job in started.items()
-        }
-        for slot, task in _submit(executor, tasks, launcher).items():
-            running[slot] = started[slot], task
-            say(f"{started[slot].label}: task {task.job_id}, which writes {task.paths.stderr}")
-        for slot, (job, task) in list(running.items()):
-            if task.done():
-                del running[slot]
-                say(_take(report, job, task))
-        time.sleep(POLL)
+    with Signals() as signals, _cancelled(running):
+        while (todo or running) and not signals.received:
+            slots = range(len(todo)) if launcher == "slurm" else range(parallel)
+            started = dict(zip((slot for slot in slots if slot not in running), todo, strict=False))
+            todo = todo[len(started) :]
+            tasks = {
+                slot: Task([cell for cell in cells if cell.name == job.name], job.seed, folders | how)
+                for slot, job in started.items()
+            }
+            for slot, task in _submit(executor, tasks, launcher).items():
+                running[slot] = started[slot], task
+                say(f"{started[slot].label}: task {task.job_id}, which writes {task.paths.stderr}")
+            for slot, (job, task) in list(running.items()):
+                if task.done():
+                    del running[slot]
+                    say(_take(report, job, task))
+            time.sleep(POLL)
+        if running:
+            say(f"stopped by {signals.received}: cancelling {len(running)} tasks")
+        report.stopped = signals.received
+        report.late += [*(job for job, _ in running.values()), *todo]
     return report
+
+
+@contextmanager
+def _cancelled(running: Mapping[int, tuple[Job, "submitit.Job[Report]"]]) -> Iterator[None]:
+    """Cancel what still runs after the block; wait until processes of this machine have saved their runs."""
+    try:
+        yield
+    finally:
+        tasks = [task for _, task in running.values()]
+        for task in (task for task in tasks if not isinstance(task, submitit.LocalJob)):
+            task.cancel(check=False)
+        # SIGTERM again and again: what has not begun to train ignores it
+        while alive := [t for t in tasks if isinstance(t, submitit.LocalJob) and not t.done()]:
+            for task in alive:
+                os.kill(int(task.job_id), signal.SIGTERM)  # which passes it on
+            time.sleep(POLL)
 
 
 def _executor(launcher: str, folder: Path, parallel: int, settings: Mapping[str, Any]) -> submitit.Executor:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -166,10 +166,12 @@ class Mesh:
         self.apart = False  # whether a member runs, on this process's part of a batch
         if self.size > 1:
             self.device = _join(device or torch.device("cpu"))
+            self.rank = dist.get_rank()
+            self.call(dist.barrier, group=_patient(dist.group.WORLD))
             mesh = init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=AXES)
             self.groups = {axis: mesh.get_group(axis) for axis in AXES}
             self.groups |= {"all": dist.group.WORLD, "cpu": group_on_cpu()}
-            self.rank, self.place = dist.get_rank(), Shape(*(mesh.get_local_rank(axis) for axis in AXES))
+            self.place = Shape(*(mesh.get_local_rank(axis) for axis in AXES))
 
     def members(self, count: int) -> slice:
         """The members of this process."""
@@ -438,7 +440,7 @@ def normalises_as_usual(module: _BatchNorm) -> bool:
 
 
 def _join(device: torch.device) -> torch.device:
-    """Join the other processes, or wait for those that have joined; returns the device of this one."""
+    """Join the other processes; returns the device of this one."""
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         # gloo carries what is on the CPU; NCCL allows one process a GPU
@@ -455,14 +457,18 @@ def _join(device: torch.device) -> torch.device:
             f"the process group must carry tensors on {device.type}. Got {dist.get_backend_config()}. Call "
             'init_process_group("cpu:gloo,cuda:nccl"), or leave that to cmcl.'
         )
-    # All wait here for the last one, which may be evaluating; other collectives would take it for hanging.
-    dist.destroy_process_group(dist.new_group(backend="gloo", timeout=EVALUATION))
     return device
 
 
 def group_on_cpu() -> Any:
     """All processes, for tensors on the CPU, which a group of NCCL alone does not carry."""
     return dist.group.WORLD if _carries("cpu") else dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+
+@lru_cache(maxsize=1)
+def _patient(everyone: Any) -> Any:
+    """A group of the same processes, which wait for one another as long as process 0 may evaluate."""
+    return dist.new_group(backend="gloo", timeout=EVALUATION)
 
 
 def _carries(device: str) -> bool:
