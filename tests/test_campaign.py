@@ -198,7 +198,7 @@ def test_an_interrupt_ends_the_campaign_and_a_failure_does_not(go, monkeypatch, 
         raise cmcl.training.Interrupted(3, 9, "SIGINT")
 
     monkeypatch.setattr(module, "run", stop)
-    assert list(go(MCL, LONG).left) == ["tiny-mcl seed 0"]
+    assert go(MCL, LONG).left == {"tiny-mcl seed 0": "stopped by SIGINT"}
 
 
 def test_killed_and_started_again(go, tmp_path):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import cmcl
 from cmcl.reproduction import Cell, campaign
 from cmcl.reproduction.recipes import RECIPES
 from cmcl.reproduction.record import load_records
+from cmcl.training.checkpoint import last_step
 from test_campaign import LONG, MCL, TINIES
 
 pytest.importorskip("submitit")
@@ -103,6 +105,40 @@ def test_processes_of_this_machine_one_of_which_is_killed(tmp_path):
     steps = [json.loads(line)["step"] for line in (run / "environment.jsonl").read_text().splitlines()]
     assert steps[0] == 0
     assert steps[1] > 0, "resumed"
+
+
+def living(session):
+    """The processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, of, *_ = (path / "stat").read_text().rpartition(")")[2].split()
+            found += [int(path.name)] if state != "Z" and int(of) == session else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_cancels_the_tasks(tmp_path, number):
+    """SIGTERM to the command alone, SIGINT to all as by Ctrl-C: the runs are saved, and no task lives on."""
+    command = [sys.executable, "-m", "cmcl", "reproduce", "digits-ie", "--seeds", "3", "--device", "cpu"]
+    command += ["--launcher", "local", "--jobs", "2", "--save-every", "0.2"]
+    command += ["--out", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    while not (saved := list(tmp_path.glob("runs/digits-ie--*/checkpoints/step-*"))):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid if number == signal.SIGTERM else -process.pid, number)
+    out, err = process.communicate()
+    assert living(process.pid) == []
+    assert process.returncode == 3
+    assert f"stopped by {number.name}: cancelling 2 tasks" in out
+    assert err.endswith(f"stopped by {number.name}: the same command resumes it.\n")
+    logs = [path.read_text() for path in tmp_path.glob("runs/tasks/*/*.err")]
+    assert sum("stopped by SIGTERM; the run is saved" in log for log in logs) >= 1
+    assert last_step(saved[0].parents[1]) > 0
+    assert files(tmp_path) == []
 
 
 def files(folder):

@@ -377,7 +377,9 @@ def test_a_group_of_the_users_that_carries_nothing_on_the_cpu(tmp_path):
     code, out, err = run(*torchrun(2, tmp_path / "group.py"))
     assert code == 0, err
     assert out.count("1 [0, 1]\n") == 2
-    assert out.count("the process group must carry tensors on cpu. Got cuda:gloo. Call init_process_group") == 2
+    assert (
+        out.count("the process group must carry tensors on cpu. Got cuda:gloo. Call init_process_group") == 2
+    )
 
 
 # Faults: the processes train in steps that wait a little, so that there is time to strike.

@@ -119,19 +119,8 @@ def attempt(found):
 
 
 def reproduce(folder, *options):
-    command = [
-        sys.executable,
-        "-m",
-        "cmcl",
-        "reproduce",
-        *RECIPES,
-        "--seeds",
-        "2",
-        "--device",
-        "cpu",
-        *options,
-    ]
-    return [*command, "--out", str(folder / "runs"), "--results", str(folder / "results")]
+    command = [sys.executable, "-m", "cmcl", "reproduce", *RECIPES, "--seeds", "2", "--device", "cpu"]
+    return [*command, *options, "--out", str(folder / "runs"), "--results", str(folder / "results")]
 
 
 def checkpointed(folder):
@@ -235,3 +224,24 @@ def test_an_array_of_cells_killed_preempted_and_requeued(slurm, tmp_path, capsys
         print(
             f"\n{len(records)} records, each once; weights equal to those of runs that nobody stopped: {sum(equal)} of 6"
         )
+
+
+def test_sigterm_cancels_the_tasks(slurm, tmp_path, capsys):
+    """Those that run save themselves; those that wait are gone."""
+    log = tmp_path / "reproduce.log"
+    options = ("--launcher", "slurm", "--jobs", "2", "--save-every", "0.2")
+    with log.open("w") as file:
+        command = subprocess.Popen(reproduce(tmp_path, *options), stdout=file, stderr=subprocess.STDOUT)
+    wait_for(lambda: checkpointed(tmp_path) or command.poll() is not None, "a checkpoint")
+    command.terminate()
+    assert command.wait() == 3, log.read_text()
+    wait_for(lambda: not slurm("squeue", "--noheader"), "the end of the tasks")
+    text = log.read_text()
+    assert re.search(r"stopped by SIGTERM: cancelling \d tasks", text)
+    assert text.endswith("cmcl: stopped by SIGTERM: the same command resumes it.\n")
+    logs = [path.read_text() for path in tmp_path.glob("runs/tasks/*/*.err")]
+    assert any("stopped by SIGTERM; the run is saved" in log for log in logs)
+    with capsys.disabled():
+        last = "\n".join(text.splitlines()[-2:])
+        print(f"\n$ cmcl reproduce {' '.join(RECIPES)} --seeds 2 {' '.join(options)}  # then SIGTERM\n{last}")
+        print(f"in the queue: {slurm('squeue', '--noheader', '--format=%i') or 'nothing'}")

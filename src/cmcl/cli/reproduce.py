@@ -142,6 +142,8 @@ def _exit_code(report: "Report") -> int:
 
 def _hint(report: "Report") -> str:
     """How to continue; the same command would do nothing if no run is short enough for the budget."""
+    if report.stopped:
+        return f"stopped by {report.stopped}: {common.SAME_COMMAND}."
     if report.progressed:
         return f"time is over: {common.SAME_COMMAND}."
     seconds = min(job.seconds or 0.0 for job in report.late)

@@ -66,13 +66,15 @@ class Report:
     late: list[Job] = field(default_factory=list)  # those that the time did not suffice for
     errors: dict[str, Exception] = field(default_factory=dict)  # of runs that failed, by label
     progressed: bool = False  # whether any run is further than before
-    stopped: str = ""  # what interrupted it: a signal, or "max_seconds"
+    stopped: str = ""  # the signal that interrupted it
 
     @property
     def left(self) -> dict[str, str]:
         """The unfinished runs by label, and why."""
-        late = {job.label: "no time left" for job in self.late}
-        return late | {label: f"{type(e).__name__}: {e}" for label, e in self.errors.items()}
+        why = f"stopped by {self.stopped}" if self.stopped else "no time left"
+        return dict.fromkeys((job.label for job in self.late), why) | {
+            label: f"{type(e).__name__}: {e}" for label, e in self.errors.items()
+        }
 
 
 def campaign(
@@ -128,7 +130,8 @@ def campaign(
                 sets, loaded = load_data(recipe, root=root, cache=cache), wanted
             (record,) = run(job.name, (job.seed,), out=runs, results=results, sets=sets, options=how)
         except Interrupted as stop:
-            report.progressed, report.stopped = True, stop.reason
+            report.progressed = True
+            report.stopped = "" if stop.reason == "max_seconds" else stop.reason
             report.late.append(job)
             break
         except SKIPPED as error:

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class Task:
     def __call__(self) -> Report:
         """Train it; after a signal, exit without an outcome: the scheduler starts the task again."""
         report = campaign(self.cells, seeds=(self.seed,), **self.how)
-        if report.stopped not in ("", "max_seconds"):
+        if report.stopped:
             raise SystemExit(f"stopped by {report.stopped}; the run is saved")
         return report
 
@@ -151,10 +151,14 @@ def _submit(
     named = [int(gpu) for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.isdecimal()]
     gpus = named or list(range(torch.cuda.device_count()))
     found = {}
-    for slot, task in tasks.items():
-        if gpus:
-            executor.update_parameters(gpus_per_node=1, visible_gpus=[gpus[slot % len(gpus)]])
-        found[slot] = executor.submit(task)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is ours: tasks get SIGTERM
+    try:
+        for slot, task in tasks.items():
+            if gpus:
+                executor.update_parameters(gpus_per_node=1, visible_gpus=[gpus[slot % len(gpus)]])
+            found[slot] = executor.submit(task)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return found
 
 
