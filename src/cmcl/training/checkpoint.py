@@ -259,7 +259,7 @@ class RunFolder:
         self.telemetry = TelemetryFile(self.path / "telemetry.jsonl", tensorboard=board, step=state.step)
 
     def _latest(self, resume: bool) -> Checkpoint | None:
-        """The checkpoint to resume from, None for a new run; raises if the folder is one of the other kind."""
+        """The checkpoint to resume from, None for a new run; raises if the folder is that of the other."""
         if self.path is None or self.checkpoints is None:
             return None
         checkpoint = self.checkpoints.latest()
