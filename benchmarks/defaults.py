@@ -179,8 +179,30 @@ def _percent(wrong: Tensor) -> list[float]:
     return [round(v, 4) for v in (100 * wrong.double().mean(1)).tolist()]
 
 
+def effect(gaps: np.ndarray) -> float:
+    """The matched-pairs rank-biserial correlation: 1 if all differences are below 0, -1 if all are above."""
+    gaps = gaps[gaps != 0]
+    sizes = stats.rankdata(np.abs(gaps))
+    return float((sizes * np.sign(-gaps)).sum() / max(sizes.sum(), 1))
+
+
+def holm(p: np.ndarray) -> np.ndarray:
+    """Adjusted p-values: the chance of one false positive among them is at most that."""
+    order = np.argsort(p)
+    adjusted = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)).clip(max=1)
+    return adjusted[np.argsort(order)]
+
+
+def friedman(errors: np.ndarray) -> str:
+    """Whether rows (settings) differ over columns (datasets), and by how much ranks must (Demšar 2006)."""
+    k, n = errors.shape
+    p = stats.friedmanchisquare(*errors).pvalue
+    difference = stats.studentized_range.ppf(0.95, k, np.inf) / np.sqrt(2) * np.sqrt(k * (k + 1) / (6 * n))
+    return f"p = {p:.3g}; critical difference of mean ranks (Nemenyi, 0.05): {difference:.2f}"
+
+
 def table(results: Path) -> str:
-    """Means, and tests against IE: paired t-tests over seeds, Wilcoxon's over datasets and regimes."""
+    """Means, ranks, and tests against IE: paired t-tests over seeds, Wilcoxon's over datasets and regimes."""
     found = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
     lines = []
     for part, names in (("that the default was chosen on", CHOSEN_ON), ("held out", HELD_OUT)):
@@ -188,37 +210,39 @@ def table(results: Path) -> str:
         cells = sorted({key[:2] for key in rows})
         if not cells:
             continue
+        settings = [s for s in SETTINGS if all((*cell, s) in rows for cell in cells)]
+        errors = np.array([[np.mean(rows[(*cell, s)]) for cell in cells] for s in settings])
+        ranks = stats.rankdata(errors, axis=0).mean(1)
         lines += [
-            f"Datasets {part}: top-1 error in %, and its difference to IE (p < 0.05, paired over ten seeds):",
+            f"Datasets {part}: top-1 error in %, mean rank, and the difference to IE",
+            "(paired t-tests over ten seeds, p < 0.05, in brackets after Holm's correction; p: Wilcoxon's",
+            "test over cells; effect: matched-pairs rank-biserial)",
             "",
         ]
-        settings = [s for s in SETTINGS if all((*cell, s) in rows for cell in cells)]
-        for setting in settings:
-            differences, better, worse = [], 0, 0
-            for cell in cells:
-                ours = rows[(*cell, setting)]
-                theirs = rows[(*cell, "ie")][: len(ours)]  # the same splits
-                differences.append(np.mean(ours) - np.mean(theirs))
-                if setting != "ie":
-                    p = stats.ttest_rel(ours, theirs).pvalue
-                    better += p < 0.05 and differences[-1] < 0
-                    worse += p < 0.05 and differences[-1] > 0
-            mean = np.mean([np.mean(rows[(*cell, setting)]) for cell in cells])
-            line = f"{setting:15} mean error {mean:6.2f}"
+        for setting, own, rank in zip(settings, errors, ranks, strict=True):
+            line = f"{setting:14} error {own.mean():5.2f}  rank {rank:4.1f}"
             if setting != "ie":
-                p = stats.wilcoxon(differences).pvalue if any(differences) else 1.0
+                gaps = own - errors[settings.index("ie")]
+                pairs = [(rows[(*cell, setting)], rows[(*cell, "ie")]) for cell in cells]  # the same splits
+                p = np.array([1.0 if a == b else stats.ttest_rel(a, b).pvalue for a, b in pairs])
+                better, worse = ([q[s * gaps < 0] < 0.05 for q in (p, holm(p))] for s in (1, -1))
                 line += (
-                    f"  difference {np.mean(differences):+6.2f}  significantly better in {better}, worse in "
-                    f"{worse} of {len(cells)}  Wilcoxon p = {p:.3g}"
+                    f"  difference {gaps.mean():+5.2f}  significantly better in {better[0].sum()}, worse in "
+                    f"{worse[0].sum()} of {len(cells)} ({better[1].sum()}, {worse[1].sum()})  "
+                    f"p = {stats.wilcoxon(gaps).pvalue:.2g}  effect {effect(gaps):+.2f}"
                 )
             lines.append(line)
-        lines.append("")
-        for cell in cells:
-            values = [
-                f"{s} {np.mean(rows[(*cell, s)]):.2f} ± {np.std(rows[(*cell, s)], ddof=1):.2f}"
-                for s in settings
-            ]
-            lines.append(f"{cell[0]:10} {cell[1]:18} " + "  ".join(values))
+        if len(settings) > 2:
+            lines += ["", f"Friedman test over cells: {friedman(errors)}"]
+        gaps = errors[settings.index("default")] - errors[settings.index("ie")]
+        lost = [f"{' '.join(cell)} {gap:+.2f}" for cell, gap in zip(cells, gaps, strict=True) if gap > 0]
+        lines += ["", f"The default's error is higher than IE's on: {'; '.join(lost) or 'none'}", ""]
+        short = {regime: regime.replace(" data", "").replace(", ", " ") for regime in REGIMES}
+        for heads in ([name for name, _ in cells], *zip(*(short[r].split() for _, r in cells), strict=True)):
+            lines.append(f"{'':14}" + "".join(f"{head:>10}" for head in heads))
+        lines += [
+            f"{s:14}" + "".join(f"{e:10.2f}" for e in own) for s, own in zip(settings, errors, strict=True)
+        ]
         lines.append("")
     return "\n".join(lines)
 

@@ -250,6 +250,22 @@ class TestDeadMembers:
         )
         assert all(hint in told for hint in ("larger overlap", "smaller beta", "warm start"))
 
+    @pytest.mark.parametrize(
+        ("changes", "dead"),
+        [
+            (dict(rule="relaxed", epsilon=0.2), [None, None, [1], None, None, None]),
+            (dict(rule="annealed"), [None, None, [1], None, None, None]),
+            (dict(evolve=0.5), [None, None, None, None, [1], None]),  # K = 2 in a quarter of the run
+            (dict(method="mcl"), [None, None, [1], None, None, None]),
+        ],
+        ids=["relaxed", "annealed", "evolving", "mcl"],
+    )
+    def test_with_every_rule(self, changes, dead):
+        """Counted by specialists, the K best, also where the weights are soft."""
+        found, (told,) = self.run(**changes)
+        assert found == dead
+        assert told.startswith("member [1] won under a tenth of the fair share")
+
     def test_a_resumed_run_goes_on_counting(self, tmp_path):
         second = N // B + 1  # a step of the second epoch
         with before_step(second, interrupt), pytest.raises(Interrupted):
