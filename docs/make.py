@@ -714,6 +714,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "onnx-speed": whole("onnx-speed.txt"),
     "flights": hypotheses,
     "defaults": whole("defaults.txt"),
+    "newcomer": whole("newcomer.txt"),
     "tables": whole("tables.txt"),
     "icoseg": icoseg,
     "icoseg-search": icoseg_search,
