@@ -21,7 +21,6 @@ from cmcl import calibration
 from cmcl.calibration import Threshold, uncertainty
 from cmcl.cli.loading import align_classes, find_saved, search_root
 from cmcl.data.dataset import evenly_spaced
-from cmcl.data.registry import DATASETS
 from cmcl.data.transforms import MeanStd
 from cmcl.reproduction import find
 from cmcl.reproduction.record import read
@@ -424,7 +423,7 @@ class TestPredict:
         assert "large.png must be 8 x 8 pixels (height x width). Got 20 x 28. Pass --resize." in err
 
     def test_a_photo_stored_on_its_side_has_the_size_that_is_seen(self, cmcl, trained, tmp_path, monkeypatch):
-        monkeypatch.setitem(DATASETS, "digits", replace(DATASETS["digits"], shape=(1, 16, 4)))
+        monkeypatch.setattr("cmcl.cli.inference._image_shape", lambda *_: (1, (16, 4)))
 
         def predict(_, batch, *__):
             return [{"error": found} if isinstance(found, str) else {} for _, found in batch]
@@ -727,6 +726,18 @@ class TestThreshold:
         del values["weights"]  # as the library writes it
         threshold[0].write_text(json.dumps(values))
         assert cmcl(*words)[0] == 0
+
+    def test_of_predictions_with_other_mirror_images(self, cmcl, trained, images, threshold):
+        path, _ = threshold
+        words = ("predict", trained, *images, "--threshold", path)
+        code, out, err = cmcl(*words, "--flip")
+        assert (code, out) == (2, "")
+        assert "must be used with --no-flip, as calibrated. Got --flip." in err
+        values = json.loads(path.read_text())
+        assert values["flip"] is False
+        path.write_text(json.dumps(values | {"flip": True}))
+        assert cmcl(*words, "--flip")[0] == 0
+        assert "must be used with --flip, as calibrated. Got --no-flip." in cmcl(*words)[2]
 
     @pytest.mark.parametrize("text", [None, "{", "[1]", "{}", "[" * 99999])
     def test_not_a_threshold(self, cmcl, trained, images, tmp_path, monkeypatch, text):

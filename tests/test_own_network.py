@@ -1,6 +1,7 @@
 """`cmcl train mymodule:build --data folder:PATH`: a user's own network and images, through every command."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -105,17 +106,23 @@ def test_features_are_shared_after_the_suggested_layer(cmcl, own):
     assert ensemble.share_after == "1", "after the ReLU"
 
 
-def test_predicting_reads_no_training_image_but_one(cmcl, own):
-    """For the size: whether all are grey was a question when it was trained."""
-    for path in (own / "photos").rglob("*.png"):
-        Image.open(path).convert("RGB").save(path)
+def test_predicting_reads_no_training_image(cmcl, own):
+    """The saved ensemble knows the size of its images, and that they are grey."""
     code, out, _ = cmcl(*WORDS, "--json")
     assert code == 0
-    run = json.loads(out)[0]["run"]
-    (own / "photos" / "zero" / "01.png").write_text("no image")
-    code, out, err = cmcl("predict", run, "photos/one/00.png", "--network", "mynet:build", "--json")
-    assert (code, err) == (0, "")
-    assert "prediction" in json.loads(out)
+    words = ("predict", json.loads(out)[0]["run"], "new.png", "--network", "mynet:build", "--json")
+    (own / "photos" / "one" / "00.png").rename("new.png")
+    for path in (own / "photos").rglob("*.png"):
+        path.write_text("no image")
+    for _ in range(2):
+        code, out, err = cmcl(*words)
+        assert (code, err) == (0, "")
+        assert "prediction" in json.loads(out)
+        shutil.rmtree(own / "photos", ignore_errors=True)
+    Image.new("RGB", (20, 30)).save("large.png")
+    code, out, _ = cmcl("predict", *words[1:2], "large.png", *words[3:])
+    assert code == 1
+    assert "must be 8 x 8 pixels (height x width). Got 30 x 20. Pass --resize." in json.loads(out)["error"]
 
 
 def test_a_network_of_ours_takes_its_shape_from_the_data(cmcl, own):

@@ -95,7 +95,8 @@ class Threshold(Schema):
     predicted: int = Field(ge=0)
     errors: int = Field(ge=0)
     bound: float = Field(ge=0, le=1)  # upper confidence bound of the error among the predicted; 1 if none is
-    weights: str | None = None  # checksum of the saved ensemble that it is for, if known
+    weights: str | None = None  # checksum of the saved ensemble that it is for, if known; likewise ...
+    flip: bool | None = None  # ... whether its predictions are averaged with those for mirror images
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -120,7 +121,7 @@ class Threshold(Schema):
         return self.predicted / self.examples
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; an infinite `value` is text, unknown `weights` are left out."""
+        """JSON values; an infinite `value` is text, what is unknown is left out."""
         return self.model_dump(mode="json", exclude_none=True)
 
     @classmethod

@@ -66,6 +66,7 @@ class Config(Schema):
     stem: Stem | None
     output: str | None  # the name of the function that picks the logits
     classes: list[str] | None
+    image_shape: tuple[int, int, int] | None = None
     transform: dict[str, Any] | None
     weights: Weights
     sha256: str = ""  # of all the rest
@@ -172,6 +173,7 @@ def load(
         ensemble = SharedStemEnsemble(modules, **config.stem.model_dump(), **settings)
     ensemble.transform = _loaded_transform(config.transform, weights, root)
     ensemble.classes = None if config.classes is None else tuple(config.classes)
+    ensemble.image_shape = config.image_shape
     ensemble.temperature, ensemble.flip_at_test = config.temperature, config.flip_at_test
     return ensemble.to(device).eval()
 
@@ -186,6 +188,7 @@ def _config(ensemble: Ensemble, transform: dict[str, Any] | None, weights: Weigh
         "stem": {"stem": ensemble.stem, "freeze": ensemble.freeze} if shared else None,
         "output": None if output is None else getattr(output, "__qualname__", type(output).__name__),
         "classes": None if classes is None else [str(name) for name in classes],
+        "image_shape": ensemble.image_shape,
         "transform": transform,
         "temperature": ensemble.temperature,
         "flip_at_test": ensemble.flip_at_test,

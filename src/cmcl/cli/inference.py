@@ -16,7 +16,7 @@ import typer
 from typer import Argument, Option
 
 from .._files import read_json, replacing
-from ..data.registry import DATASETS, parse_address
+from ..data.registry import DATASETS
 from . import common
 from .loading import Saved, count_classes, find_saved, load_ood, load_test
 
@@ -189,7 +189,8 @@ def calibrate(
     else:
         goal = {"risk": risk, "confidence": confidence, "score": score}
         temperature, threshold, tested, scaled = _calibrate_images(ensemble, test, **goal)
-        threshold = threshold.model_copy(update={"weights": saved_checksum(saved.folder)})
+        predictor = {"weights": saved_checksum(saved.folder), "flip": ensemble.flip_at_test}
+        threshold = threshold.model_copy(update=predictor)
     same_data = limit is None and not option and data in (None, saved.data)
     bins = reliability_bins(scaled)
     found = {"temperature": temperature, "scaled_ece": tested["scaled_ece"], "scaled_reliability": bins}
@@ -365,6 +366,9 @@ def predict(
     abstain = None if threshold is None else _read_threshold(threshold, saved.folder)
     device = common.check_device(device)
     ensemble = saved.load(root=root, device=device, network=network, logits=logits, flip=flip)
+    if abstain is not None and abstain.flip not in (None, ensemble.flip_at_test):
+        own, got = ("--flip", "--no-flip") if abstain.flip else ("--no-flip", "--flip")
+        raise ValueError(f"--threshold {threshold} must be used with {own}, as calibrated. Got {got}.")
     if workers is None:
         workers = min(4, os.cpu_count() or 1) if listed is not None or len(given) > BATCH else 0
     failed = False
@@ -401,7 +405,7 @@ def _image_paths(given: list[Path]) -> list[Path]:
 
 
 def _read_threshold(path: Path, folder: Path) -> "Threshold":
-    """The threshold in a file; one of another ensemble would guarantee nothing."""
+    """The threshold in a file; one of other predictions would guarantee nothing."""
     from ..calibration import Threshold
     from ..serialization import saved_checksum
 
@@ -463,14 +467,10 @@ def _batches(found: "Iterable[Read]", *, any_size: bool) -> "Iterator[list[Read]
 
 def _image_shape(ensemble: "Ensemble", data: str | None) -> tuple[int, tuple[int, int] | None]:
     """Channels of an image, and its (height, width) where it is known."""
-    from ..data import folder
-
-    if data in DATASETS and (shape := DATASETS[data].shape):
-        return shape[0], shape[1:]
-    if data is not None and (path := parse_address(data)[1]) and Path(path).expanduser().is_dir():
-        options = {"mode": "RGB"} | parse_address(data)[2]  # as it was loaded; not by a look at all images
-        shape = folder.look(path, options)[2]
-        return shape[0], shape[1:]
+    known = DATASETS[data].shape if data in DATASETS else None
+    if shape := ensemble.image_shape or known:
+        channels, height, width = shape
+        return channels, (height, width)
     options = getattr(ensemble.members[0], "options", {})
     size = options.get("size")
     mean = None if ensemble.transform is None else ensemble.transform.state()[1].get("mean")

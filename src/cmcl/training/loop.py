@@ -137,6 +137,7 @@ def fit(
             mesh.equal("recipe, seed and data", f"{recipe.hash}, {plan.seed}, {described}")
             folder.restore(state, resume, task=task_name(task), data=described)
             ensemble.transform, ensemble.classes = plan.transform, plan.classes
+            ensemble.image_shape = plan.image_shape
             ensemble.temperature = None  # of other weights, if any
             ensemble.flip_at_test |= recipe.flip_at_test
         if recipe.method != "ie" and recipe.warm_start >= epochs:

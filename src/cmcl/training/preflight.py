@@ -46,6 +46,7 @@ class Plan:
     test: Data | None
     transform: Transform | None  # of the ensemble, from now on
     classes: Sequence[str] | None  # their names, for the ensemble
+    image_shape: tuple[int, ...] | None  # likewise
     monitored_classes: int  # specialists are counted by class; 1: not
     task: TaskLoss | None
     ignore_index: int | None
@@ -140,6 +141,7 @@ def preflight(
         test=test,
         transform=transform,
         classes=_class_names(train) if isinstance(train, Dataset) else ensemble.classes,
+        image_shape=tuple(images.shape[1:]) if isinstance(train, Dataset) else ensemble.image_shape,
         monitored_classes=classes if _by_class(train, targets, classes, task, not_counted) else 1,
         task=_recipe_task(recipe, task),
         ignore_index=not_counted,
