@@ -12,6 +12,7 @@ import pytest
 import cmcl
 from cmcl.report.load import load
 from cmcl.reproduction import recipes, runner
+from cmcl.training.checkpoint import FolderInUseError
 
 optuna = pytest.importorskip("optuna")
 tuning = pytest.importorskip("cmcl.reproduction.tuning")
@@ -110,6 +111,14 @@ def test_an_interrupted_candidate_is_trained_when_the_search_resumes(tiny, tmp_p
     again = tune(**changed, out=tmp_path)
     assert len(calls) == 4
     assert [row["held_out"] for row in again["rungs"][0]["rows"]] == [60, 70, 80]
+
+
+def test_a_candidate_whose_folder_is_in_use_comes_back(tiny, tmp_path, monkeypatch):
+    """By a worker that was silent for so long that another took its candidate."""
+    monkeypatch.setattr(tuning, "POLL", 0.01)
+    calls = told(monkeypatch, {1.0: FolderInUseError("in use"), 2.0: 80.0})
+    assert tune(**tiny | {"betas": [1.0, 2.0], "eta": 5}, out=tmp_path)["beta"] == 1.0
+    assert [name.removeprefix("tiny-beta")[0] for name, _ in calls] == ["1", "2", "1"]
 
 
 def test_a_killed_workers_candidate_comes_back(tiny, tmp_path, monkeypatch):

@@ -97,9 +97,9 @@ def tune(
             part = candidates[candidate].shortened(fraction)
             try:
                 error = _held_out(candidate, part, seeds, shared)
-            except (Diverged, FolderInUseError):
+            except Diverged:
                 raise
-            except BaseException:  # stopped, or without disk or memory: the next search trains it again
+            except BaseException:  # stopped, in use by another worker, without disk: it is trained again
                 _enqueue(trial.study, candidate, candidates[candidate])
                 raise
             say(f"{candidate}, {_length(part)}: held-out top-1 {error:.2f} %")
@@ -180,7 +180,10 @@ def _work(study: optuna.Study, objective: Callable[[Trial], float], say: Callabl
     while True:
         optuna.storages.fail_stale_trials(study)
         if study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
-            study.optimize(objective, n_trials=1, catch=(Diverged, FolderInUseError))
+            try:
+                study.optimize(objective, n_trials=1, catch=Diverged)
+            except FolderInUseError:  # by a worker that was silent, but lives
+                time.sleep(POLL)
         elif running := study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if not waiting:
                 names = ", ".join(str(trial.user_attrs.get(CANDIDATE)) for trial in running)
