@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import cmcl
 from cmcl.training.muon import RMS, Muon, orthogonal
@@ -101,6 +102,28 @@ def test_weights_of_layers_are_matrices_and_the_rest_is_adamws():
     assert first["weight_decay"] == 0.1
     assert rest["weight_decay"] == 0
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(ensemble.parameters()))
+
+
+class Diagonal(nn.Module):
+    """A weight that is computed from a vector."""
+
+    def forward(self, diagonal):
+        return torch.diag(diagonal)
+
+    def right_inverse(self, weight):
+        return weight.diagonal().clone()
+
+
+def test_a_vector_that_a_weight_is_computed_from_is_adamws():
+    def diagonal():
+        layer = parametrize.register_parametrization(nn.Linear(4, 4), "weight", Diagonal())
+        return nn.Sequential(layer, nn.Linear(4, 2))
+
+    torch.manual_seed(0)
+    ensemble = cmcl.Ensemble(diagonal, 3)
+    before = [p.detach().clone() for p in ensemble.parameters()]
+    cmcl.fit(ensemble, (torch.randn(32, 4), torch.arange(32) % 2), recipe=RECIPE)
+    assert not any(torch.equal(p, old) for p, old in zip(ensemble.parameters(), before, strict=True))
 
 
 def fit(recipe, **how):

@@ -31,7 +31,9 @@ def make_optimizer(ensemble: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
     device = trained[0].device
     lr: Any = torch.tensor(recipe.lr, device=device) if device.type == "cuda" else recipe.lr
     if recipe.optimizer == "muon":
-        return Muon(decayed, free, lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
+        matrices = [p for p in decayed if p.ndim > 1]
+        rest = [*(p for p in decayed if p.ndim < 2), *free]
+        return Muon(matrices, rest, lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay)
     if recipe.optimizer == "sgd":
         sgd = torch.optim.SGD(groups, lr, momentum=recipe.momentum, nesterov=recipe.nesterov, fused=True)
         return _ready(sgd)
