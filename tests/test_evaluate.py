@@ -79,6 +79,15 @@ def test_classification(tmp_path):
     assert pixels(tmp_path / "gallery" / gallery.items[0].image) == raw
 
 
+def test_the_chosen_member_has_the_lowest_entropy_however_close(tmp_path):
+    """Two members, 0.0001 apart of 0.69: float16 would take them for equal, and the first for chosen."""
+    logits = torch.tensor([[[0.020, 0.0]], [[0.025, 0.0]]])  # (M, N, C)
+    test = Dataset(torch.rand(1, 1, 2, 2), torch.tensor([0]), ("cat", "dog"))
+    write_gallery(tmp_path, logits.softmax(2), test, test.images)
+    found = Gallery.load(tmp_path / "gallery.json").predictions
+    assert found.entropy[1:, 0].argmin() == 1
+
+
 def test_images_with_a_wrong_prediction_are_in_the_gallery(tmp_path):
     """Beside the most disputed: here nothing is disputed, and every fifth is wrong."""
     logits = torch.zeros(2, 100, 2)

@@ -211,7 +211,7 @@ class GalleryBuilder:
 
     def _cards(self, folder: Path) -> list[Card]:
         *columns, scores = (torch.cat(parts, -1) for parts in zip(*self.seen, strict=True))
-        kinds = (np.uint32, np.uint32, np.float16, np.float16)
+        kinds = (np.uint32, np.uint32, np.float16, np.float32)  # by the entropy a member is chosen
         found = Predictions(*(x.cpu().numpy().astype(kind) for x, kind in zip(columns, kinds, strict=True)))
         with replacing(folder / "predictions.npz") as part, part.open("wb") as file:
             np.savez_compressed(file, **found._asdict())
