@@ -21,8 +21,8 @@ PAGES = sorted(DOCS.rglob("*.md"))
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *PAGES, *ROOT.glob("[!.]*/README.md")})  # not of caches
 sys.path.insert(0, str(DOCS))  # as for `python docs/make.py`
 make, run = map(importlib.import_module, ("make", "run"))
-DRAWN = {"sharing", "answers"}  # by hand
-SAVED = {path.name for path in (DOCS / "pictures").glob("*.svg") if path.stem not in {*make.FIGURES, *DRAWN}}
+OTHERS = {"sharing", "answers", "report", *make.FIGURES}  # drawn by hand, photographed, drawn from records
+SAVED = {path.name for path in (DOCS / "pictures").iterdir() if path.stem not in OTHERS}  # by blocks of pages
 
 
 def name(page):
@@ -69,7 +69,7 @@ def test_every_page_is_in_the_navigation():
     assert set(listed) == {*map(name, PAGES), *mirrored}
 
 
-SLOW = ("tutorials/images.md", "tutorials/text.md")  # they train several seeds
+SLOW = tuple(f"tutorials/{name}.md" for name in ("images", "text", "fine-tuning", "segmentation"))  # they train several seeds
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_snippets_run(page, tmp_path, capsys):
         assert block["output"] is None or run.alike(printed, block["printed"]), (
             f"run python docs/run.py {page}:\n{printed}"
         )
-    shown = set(re.findall(r"pictures/([\w-]+\.svg)", page.read_text()))
+    shown = set(re.findall(r"pictures/([\w-]+\.\w+)", page.read_text()))
     assert {path.name for path in run.pictures_of(page.read_text(), tmp_path)} >= shown & SAVED
 
 
@@ -125,6 +125,7 @@ def test_every_python_line_is_in_a_block():
         assert not found, f"{page.name}: {found}"
 
 
+@pytest.mark.slow
 def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys):
     """On what the page's snippets leave, with the network that they define."""
     monkeypatch.delitem(sys.modules, "mynet", raising=False)  # of another test
@@ -135,7 +136,7 @@ def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys)
     names = {"__name__": "page"}
     for block in blocks:
         exec(compile(block, "fine-tuning.md", "exec"), names)
-    network = re.search(r"^def network.*?^    return net$", blocks[0], re.DOTALL | re.MULTILINE)
+    network = re.search(r"^def network.*?^    return net$", text, re.DOTALL | re.MULTILINE)
     Path("mynet.py").write_text(f"from torch import nn\n\n\n{network[0]}\n")
     test = names["cmcl"].data.load("digits", split="test")
     pictures = [Path("photo.png"), *(Path(f"my-images/test/{name}/0.png") for name in test.classes)]
