@@ -13,7 +13,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 PICTURE = Path(__file__).parent / "pictures" / "report.png"
-WIDTH, HEIGHT = 1000, 700
+WIDTH, HEIGHT = 1000, 860
 
 
 def main() -> None:

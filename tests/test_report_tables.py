@@ -206,7 +206,9 @@ def test_the_verdict_compares_cmcl_with_its_baseline():
     near = verdict(ie, made_record("digits-cmcl", top1=4.1)).tiles[0]
     assert (near.kind, "not significant" in near.verdict) == ("near", True)
     dense = [made_record(f"shapes-{method}", classes=2) for method in ("ie", "cmcl")]
-    assert verdict(*dense).tiles[0].verdict == "0.00 points (n = 1 and 1, no test)"
+    first = verdict(*dense).tiles[0]
+    assert (first.title, first.value) == ("Error of the most confident member", f"{dense[1].scores['picked']:.2f} %")
+    assert first.verdict == "0.00 points (n = 1 and 1, no test)"
 
 
 def test_the_verdict_shows_the_ece_before_and_after_temperature_scaling():
