@@ -248,7 +248,16 @@ def results() -> str:
             against = p_value(Comparison.of(runs, found["IE"])) if method != "IE" and "IE" in found else ""
             time = f"{fastest(runs) / fastest(found['IE']):.2f}×" if "IE" in found else "–"
             errors = (f"{bold}{spread_of(top1s)}{bold}", against, spread_of(oracles))
-            rows.append([title if runs is found[next(iter(found))] else "", method, *errors, ece(runs), time, len(runs)])
+            rows.append(
+                [
+                    title if runs is found[next(iter(found))] else "",
+                    method,
+                    *errors,
+                    ece(runs),
+                    time,
+                    len(runs),
+                ]
+            )
     heads = (
         "five members | method |> top-1 error % ↓ |> p |> oracle error % ↓ |> ECE % ↓ |> training time |> n"
     )
@@ -259,15 +268,25 @@ def small_modern() -> list[list[Any]]:
     """IE and the default of CMCL in the small version of today's training, as rows of `results`."""
     found = json.loads((RESULTS / "modern-cpu.json").read_text())
     width, rows = max(row["width"] for row in found), []
-    runs = {name: [r for r in found if (r["width"], r["setting"]) == (width, name)] for name in ("ie", "cmcl default")}
+    runs = {
+        name: [r for r in found if (r["width"], r["setting"]) == (width, name)]
+        for name in ("ie", "cmcl default")
+    }
     gains = [one["top1"] - other["top1"] for one, other in zip(*runs.values(), strict=True)]
     lowest = min(fmean(run["top1"] for run in own) for own in runs.values())
     for name, own in runs.items():
-        top1, oracle, raw, scaled = ([run[key] for run in own] for key in ("top1", "oracle", "ece", "scaled_ece"))
+        top1, oracle, raw, scaled = (
+            [run[key] for run in own] for key in ("top1", "oracle", "ece", "scaled_ece")
+        )
         bold, first = "**" if fmean(top1) == lowest else "", name == "ie"
         p = "" if first else f"{stats.ttest_1samp(gains, 0).pvalue:.2g}"
         title = "modern recipe, small, on a CPU: Fashion-MNIST 14×14, `fastcnn`" if first else ""
-        errors = (f"{bold}{spread_of(top1)}{bold}", p, spread_of(oracle), f"{spread_of(raw)} → {spread_of(scaled)}")
+        errors = (
+            f"{bold}{spread_of(top1)}{bold}",
+            p,
+            spread_of(oracle),
+            f"{spread_of(raw)} → {spread_of(scaled)}",
+        )
         rows.append([title, "IE" if first else "CMCL", *errors, "–", len(own)])
     return rows
 

@@ -69,7 +69,9 @@ def test_every_page_is_in_the_navigation():
     assert set(listed) == {*map(name, PAGES), *mirrored}
 
 
-SLOW = tuple(f"tutorials/{name}.md" for name in ("images", "text", "fine-tuning", "segmentation"))  # they train several seeds
+SLOW = tuple(
+    f"tutorials/{name}.md" for name in ("images", "text", "fine-tuning", "segmentation")
+)  # they train several seeds
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,10 @@ def test_the_verdict_compares_cmcl_with_its_baseline():
     assert (near.kind, "not significant" in near.verdict) == ("near", True)
     dense = [made_record(f"shapes-{method}", classes=2) for method in ("ie", "cmcl")]
     first = verdict(*dense).tiles[0]
-    assert (first.title, first.value) == ("Error of the most confident member", f"{dense[1].scores['picked']:.2f} %")
+    assert (first.title, first.value) == (
+        "Error of the most confident member",
+        f"{dense[1].scores['picked']:.2f} %",
+    )
     assert first.verdict == "0.00 points (n = 1 and 1, no test)"
 
 

@@ -84,7 +84,8 @@ class Pair:
         dense = self.mine[0].dense  # the paper's prediction of a segmentation is that of one member
         top = ("Error of the most confident member", "picked") if dense else ("Top-1 error", "top1")
         errors = [
-            self._tile(title, key, *self._significance(key)) for title, key in (top, ("Oracle error", "oracle"))
+            self._tile(title, key, *self._significance(key))
+            for title, key in (top, ("Oracle error", "oracle"))
         ]
         if self.scaled:
             raw = [f"{value:.2f} %" for value in self.means("ece")]
