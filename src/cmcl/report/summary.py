@@ -81,11 +81,12 @@ class Pair:
     @property
     def tiles(self) -> list[Tile]:
         """Error, oracle error, calibration and cost, each against the baseline."""
-        dense = self.mine[0].dense  # the paper's prediction of a segmentation is that of one member
-        top = ("Error of the most confident member", "picked") if dense else ("Top-1 error", "top1")
+        # the paper's prediction of a segmentation is that of the most confident member
+        dense = self.mine[0].dense
+        key, title = ("picked", "Error of the most confident member") if dense else ("top1", "Top-1 error")
         errors = [
-            self._tile(title, key, *self._significance(key))
-            for title, key in (top, ("Oracle error", "oracle"))
+            self._tile(title, key, *self._significance(key)),
+            self._tile("Oracle error", "oracle", *self._significance("oracle")),
         ]
         if self.scaled:
             raw = [f"{value:.2f} %" for value in self.means("ece")]
