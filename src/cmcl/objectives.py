@@ -118,10 +118,9 @@ def confident_oracle_loss(
     else:
         _checks.choice("others", others, ("uniform", "none"))
         kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
-    if task is None:  # all members at once
-        every = targets.long().expand(len(logits), *targets.shape).flatten(0, 1)  # (M * B, ...)
-        values = F.cross_entropy(logits.flatten(0, 1), every, reduction="none")
-        values = values.unflatten(0, logits.shape[:2])  # (M, B, ...)
+    if task is None:  # cross-entropy
+        values = -log_p.gather(2, targets.long().expand(len(logits), *targets.shape).unsqueeze(2))
+        values = values.squeeze(2)  # (M, B, ...)
     else:
         values = torch.stack([_checks.unreduced(task(z, targets), z[:, 0]) for z in logits])
     drawn = _draw(labels, log_p, samples, generator, part)  # (S, M, B, ...), or None
@@ -140,8 +139,11 @@ def confident_oracle_loss(
         q = assign(scores, overlap=overlap, rule=rule, epsilon=epsilon, temperature=temperature)
     if part is not None:
         v, q = v[part.members], q[part.members]
-    total = (_times(q, values) + _times(beta * (1 - q), penalty)).sum(0).mean()
-    return OracleLoss(total, v, values, kl, q)
+    if rule == "hard":  # q is 0 or 1
+        terms = torch.where(v, values, _times(beta, penalty))
+    else:
+        terms = _times(q, values) + _times(beta * (1 - q), penalty)
+    return OracleLoss(terms.sum(0).mean(), v, values, kl, q)
 
 
 def independent_loss(

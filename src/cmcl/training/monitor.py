@@ -55,24 +55,27 @@ class Monitor:
 
         With `part`, loss and logits are of what this process computes, and targets of the whole batch.
         """
-        entropy = torch.special.entr(logits.float().softmax(2)).sum(2).reshape(*logits.shape[:2], -1).mean(2)
+        entropy = torch.special.entr(logits.float().softmax(2)).sum(2)
+        entropy = entropy.flatten(2).mean(2) if entropy.ndim > 2 else entropy  # (M, B)
         if part is not None:
             loss, entropy = part.of_all(loss, entropy)
-        v, batch = loss.assignment, len(targets)  # (M, B)
-        counted = torch.ones_like(v[0])  # (B,)
+        v, others, batch = loss.assignment, ~loss.assignment, len(targets)  # (M, B)
+        used = torch.where(v, loss.task, loss.kl if beta else 0.0)
+        counted = v.new_ones(batch)
         if ignore_index is not None:
             counted = (targets != ignore_index).reshape(batch, -1).any(1)
-        v, others = v & counted, ~v & counted
+            v, others = v & counted, others & counted
         values = torch.stack([loss.task, loss.kl, entropy, entropy])  # (4, M, B)
-        sums = values.where(torch.stack([v, others, v, others]), 0).sum((1, 2))
-        means = torch.stack([loss.total.new_ones(()), loss.total])
-        self.sums[: len(BATCH)] += torch.cat([means * batch, sums])
-        column = targets.long() if len(self.seen) > 1 else torch.zeros_like(v[0], dtype=torch.long)
-        self.assigned.index_add_(1, column, v.double())
-        self.seen.index_add_(0, column, counted.double())
-        used = torch.where(loss.assignment, loss.task, loss.kl if beta else torch.zeros_like(loss.kl))
-        finite = used.isfinite().all(1)  # (M,)
-        now = torch.where(finite, torch.inf, self.sums[len(BATCH)])
+        self.sums[0].add_(batch)
+        self.sums[1].add_(loss.total, alpha=batch)
+        self.sums[2 : len(BATCH)].add_(values.where(torch.stack([v, others, v, others]), 0).sum((1, 2)))
+        if len(self.seen) > 1:
+            self.assigned.index_add_(1, targets.long(), v.double())
+            self.seen.index_add_(0, targets.long(), counted.double())
+        else:
+            self.assigned.add_(v.sum(1, keepdim=True))
+            self.seen.add_(counted.sum())
+        now = torch.where(used.isfinite().all(1), torch.inf, self.sums[-2])  # (M,)
         self.diverged.copy_(torch.minimum(self.diverged, now))
 
     def count_more(self, loss: Tensor, batch: int) -> None:
@@ -82,8 +85,9 @@ class Monitor:
     def count_step(self, gradient_norm: Tensor) -> None:
         """Add one step. A gradient that is not finite counts for all members if no loss explains it."""
         known = gradient_norm.isfinite() | self.diverged.isfinite().any()
-        self.diverged.copy_(torch.where(known, self.diverged, self.sums[len(BATCH)]))
-        self.sums[len(BATCH) :] += torch.stack([gradient_norm.new_ones(()), gradient_norm])
+        self.diverged.copy_(torch.where(known, self.diverged, self.sums[-2]))
+        self.sums[-2].add_(1)
+        self.sums[-1].add_(gradient_norm)
 
     def broken(self) -> Tensor:
         """1 once a member's loss has not been finite, else 0; on the device."""
@@ -91,7 +95,7 @@ class Monitor:
 
     def steps(self) -> int:
         """The steps of this epoch so far; waits for the device."""
-        return int(self.sums[len(BATCH)])
+        return int(self.sums[-2])
 
     def row(self) -> dict[str, Any]:
         """The means of the epoch so far as plain numbers: one copy from the device."""
