@@ -130,7 +130,7 @@ class TestDivergence:
         for value in (1.0, 1.0, math.nan, math.nan):
             self.step(monitor, value)
         assert monitor.diverged.tolist() == [math.inf, 2.0]
-        assert monitor.broken() == 1
+        assert monitor.count_step(torch.tensor(1.0)) == 1
 
     def test_a_gradient_alone_is_of_all_members(self):
         monitor = Monitor(2, 2, 1, CPU)

@@ -22,14 +22,14 @@ PACKAGE = ROOT / "src" / "cmcl"
 LAYERS = [
     {"lazy", "_files", "_schema", "_messages", "_checks"},
     {"objectives", "sharing", "metrics", "networks", "data"},
-    {"splitting", "ensemble"},
+    {"splitting", "ensemble", "stacking"},
     {"pretrained", "serialization", "calibration"},
     {"training"},
     {"reproduction"},
     {"report", "estimator", "export", "demo"},
     {"cli", "__main__"},
 ]
-CORE = ("objectives", "sharing", "splitting", "ensemble")  # know neither data nor networks
+CORE = ("objectives", "sharing", "splitting", "ensemble", "stacking")  # know neither data nor networks
 PRIVATE_TORCH = {"splitting", "training.cuda"}
 REGISTRIES = ("networks", "data", "reproduction")  # where names of datasets and networks may be literals
 PUBLIC = {

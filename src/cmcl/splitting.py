@@ -224,10 +224,10 @@ def _trace(
         tracer = _Tracer(names, whole)
         try:
             own = _copy(module).train(training)
-            before, draws = _attributes(own), _random_states()
+            before, draws = attributes(own), random_states()
             with torch.enable_grad():
                 nodes = list(tracer.trace(own).nodes)
-            _check_side_effects(before, _attributes(own), drawn=draws != _random_states())
+            check_side_effects(before, attributes(own), drawn=draws != random_states())
             return _Trace(nodes, tracer.ends)
         except Exception as error:  # whatever the network's own code raises on symbols
             failure = error
@@ -266,7 +266,7 @@ class _Tracer(fx.Tracer):
         if any(name.startswith(f"{module_qualified_name}.") for name in self.names):
             _check_plain(m)
             return False
-        opaque = self.whole or module_qualified_name in self.names or _problem(m) is not None
+        opaque = self.whole or module_qualified_name in self.names or problem(m) is not None
         return opaque or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -311,7 +311,7 @@ _GENERATORS = (random.Random, torch.Generator, np.random.Generator)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _problem(module: nn.Module) -> str | None:
+def problem(module: nn.Module) -> str | None:
     """What calling the module does besides its class's forward; a trace would leave it out."""
     if isinstance(module, jit.ScriptModule):
         return "it is compiled by TorchScript"
@@ -323,8 +323,8 @@ def _problem(module: nn.Module) -> str | None:
 
 
 def _check_plain(module: nn.Module) -> None:
-    if problem := _problem(module):
-        raise TypeError(f"{type(module).__name__}: {problem}, which a split inside it would leave out")
+    if reason := problem(module):
+        raise TypeError(f"{type(module).__name__}: {reason}, which a split inside it would leave out")
 
 
 def _copy(module: nn.Module) -> nn.Module:
@@ -334,7 +334,7 @@ def _copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(value): value for value in values if isinstance(value, Tensor)})
 
 
-def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+def attributes(module: nn.Module) -> dict[str, list[Any]]:
     """The value of every attribute in the module, as a list; of a list or a set, its entries."""
     found = {}
     for path, part in module.named_modules():
@@ -345,7 +345,7 @@ def _attributes(module: nn.Module) -> dict[str, list[Any]]:
     return found
 
 
-def _check_side_effects(before: dict[str, list[Any]], after: dict[str, list[Any]], *, drawn: bool) -> None:
+def check_side_effects(before: dict[str, list[Any]], after: dict[str, list[Any]], *, drawn: bool) -> None:
     """Raise if traced code draws random numbers or assigns attributes: the pieces would not do it again.
 
     Entries of a dict may change: it is a cache, and the trace computes what is put there.
@@ -364,9 +364,10 @@ def _check_side_effects(before: dict[str, list[Any]], after: dict[str, list[Any]
         )
 
 
-def _random_states() -> bytes:
-    numpy = np.random.get_state()  # noqa: NPY002  networks draw from it
-    return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), numpy))
+def random_states() -> tuple[bytes, ...]:
+    """The states of the generators that networks draw from: torch's, Python's and NumPy's."""
+    numpy = np.random.get_state()  # noqa: NPY002
+    return tuple(map(pickle.dumps, (torch.get_rng_state().numpy(), random.getstate(), numpy)))
 
 
 # ---------------------------------------------------------------- verification
@@ -397,8 +398,8 @@ def verify(
     """
 
     def compute(run: Run, examples: Tensor) -> tuple[Tensor, Tensor]:
-        with _isolated(x):
-            own = _copied(member)
+        with isolated(x):
+            own = copied(member)
             return _logits_and_gradients(own.eval() if frozen else own, run, examples, logits)
 
     try:
@@ -412,7 +413,7 @@ def verify(
                 continue
         else:
             return
-        if any(map(_differ, whole, again)):
+        if any(map(differ, whole, again)):
             raise _CannotCompareError("it does not repeat itself")
         found = compute(pieces, examples)
     except (_CannotCompareError, torch.OutOfMemoryError) as error:
@@ -425,7 +426,7 @@ def verify(
         raise CannotSplitError(member, name, f"in two pieces it fails ({error})") from error
     else:
         for what, ours, theirs in zip(("outputs", "gradients"), found, whole, strict=True):
-            if _differ(ours, theirs):
+            if differ(ours, theirs):
                 reason = (
                     f"in two pieces its {what} are others: forward does something in Python that torch.fx "
                     "cannot see, or the mode or an attribute of a block changed after the ensemble was built"
@@ -437,7 +438,8 @@ class _CannotCompareError(Exception):
     """Why the pieces could not be compared with the whole."""
 
 
-def _copied(member: nn.Module) -> nn.Module:
+def copied(member: nn.Module) -> nn.Module:
+    """A copy whose weights are not zero."""
     try:
         own = copy.deepcopy(member)
     except Exception as error:
@@ -447,7 +449,8 @@ def _copied(member: nn.Module) -> nn.Module:
     return own
 
 
-def _differ(ours: Tensor, theirs: Tensor) -> bool:
+def differ(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two results are further apart than another order of operations explains."""
     return ours.shape != theirs.shape or bool((ours - theirs).norm() > TOLERANCE * theirs.norm())
 
 
@@ -466,7 +469,7 @@ def _logits_and_gradients(
 
 
 @contextmanager
-def _isolated(x: Tensor) -> Iterator[None]:
+def isolated(x: Tensor) -> Iterator[None]:
     """Gradients on, the caller's hooks off, fixed seeds; afterwards all random states are as before."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  networks draw from it
     with (

@@ -372,7 +372,7 @@ def _tensors(state: TrainState) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {f"ensemble.{key}": tensor for key, tensor in weights.items()}
     named |= {f"{NOT_SAVED}{key}": b for key, b in ensemble.named_buffers() if key not in weights}
     named |= {f"monitor.{i}": tensor for i, tensor in enumerate(state.monitor.tensors())}
-    for i, moments in enumerate(state.optimizer.state.values()):
+    for i, moments in enumerate(state.moments()):
         named |= {f"optimizer.{i}.{key}": tensor for key, tensor in moments.items()}
     if state.average is not None:
         named |= {f"average.{i}": tensor for i, tensor in enumerate(state.average.values)}

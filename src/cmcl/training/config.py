@@ -292,6 +292,9 @@ class Options:
     precision: Literal["auto", "bf16", "float32"] = "auto"  # "auto": bf16 on CUDA, over float32 weights
     compile: bool | None = None  # None: on CUDA
     capture: bool | None = None  # the step in a CUDA graph; None: on CUDA, for data kept on the device
+    # how members run: "stacked": at once, if they are alike and all weights are in linear layers; "streams":
+    # side by side on a GPU; "sequential"; "auto": stacked on a CPU where that is faster, streams on a GPU
+    members: Literal["auto", "stacked", "streams", "sequential"] = "auto"
     deterministic: bool = False  # the same weights again on the same GPU; slower
     evaluate_every: Annotated[int, Field(ge=0)] = 0  # epochs; 0: at the end
     evaluation_batch: Count = 1000  # examples evaluated at a time

@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from .._messages import warn
 from ..data.dataset import Dataset
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
+from ..stacking import Stacked
 from .augment import Augmentation
 from .batches import Batches, Data, Resident
 from .checkpoint import RunFolder
@@ -121,8 +122,9 @@ def fit(
             errors, options = _overlap_errors(ensemble, plan, options, how)
             best = min(errors, key=errors.__getitem__)  # the first of equal ones
             plan.recipe = replace(plan.recipe, overlap=best)
-    recipe, rows = plan.recipe, []
+    recipe, rows, stacked = plan.recipe, [], None
     with (
+        ExitStack() as end,
         execution(options, plan.seed),
         RunFolder(out, options, mesh) as folder,
         mesh.batch_norm(ensemble),
@@ -132,7 +134,10 @@ def fit(
             batches = plan.batches()
             steps = recipe.total_steps(batches.examples, batches.batch_size)
             epochs = batches.epoch_of(steps - 1) + 1
-            state = TrainState(ensemble, recipe, plan.seed, plan.monitored_classes, steps, mesh)
+            if plan.stacked:
+                stacked = Stacked(ensemble)
+                end.callback(stacked.release)
+            state = TrainState(ensemble, recipe, plan.seed, plan.monitored_classes, steps, mesh, stacked)
             described = _describe(plan, batches, ignore_index, augment)
             mesh.equal("recipe, seed and data", f"{recipe.hash}, {plan.seed}, {described}")
             folder.restore(state, resume, task=task_name(task), data=described)
@@ -263,7 +268,8 @@ def _make_step(state: TrainState, batches: Batches, plan: Plan, epoch: int) -> S
     how["compile"] = alone and use_compiler(options)
     if not cuda or not alone or options.capture is False or not isinstance(batches, Resident):
         return Step(state, batches, **how)
-    step = Step(state, batches, **how, streams=_are_apart(state.ensemble, recipe))
+    streams = options.members in ("auto", "streams") and _are_apart(state.ensemble, recipe)
+    step = Step(state, batches, **how, streams=streams and state.stacked is None)
     state.follow_schedules()
     batches.seek(epoch, state.step)
     return captured(step)

@@ -82,16 +82,16 @@ class Monitor:
         """Add to the loss of a batch that is counted already."""
         self.sums[BATCH.index("loss")] += loss.detach() * batch
 
-    def count_step(self, gradient_norm: Tensor) -> None:
-        """Add one step. A gradient that is not finite counts for all members if no loss explains it."""
-        known = gradient_norm.isfinite() | self.diverged.isfinite().any()
-        self.diverged.copy_(torch.where(known, self.diverged, self.sums[-2]))
+    def count_step(self, gradient_norm: Tensor) -> Tensor:
+        """Add one step; returns 1.0 once a member's loss or gradient has not been finite, else 0.0.
+
+        A gradient that is not finite counts for all members if no loss explains it.
+        """
+        explained, finite = self.diverged.isfinite().any(), gradient_norm.isfinite()
+        self.diverged.copy_(torch.where(finite | explained, self.diverged, self.sums[-2]))
         self.sums[-2].add_(1)
         self.sums[-1].add_(gradient_norm)
-
-    def broken(self) -> Tensor:
-        """1 once a member's loss has not been finite, else 0; on the device."""
-        return self.diverged.isfinite().any().float()
+        return (explained | ~finite).float()
 
     def steps(self) -> int:
         """The steps of this epoch so far; waits for the device."""

@@ -15,20 +15,24 @@ from .cuda import copy_all
 from .muon import Muon
 
 
-def make_optimizer(ensemble: Ensemble, recipe: Recipe) -> torch.optim.Optimizer:
-    """The recipe's optimizer over all members, its state ready and on the device, its lr a tensor on CUDA.
+def parameter_groups(network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trained parameters: those with weight decay, and the others.
 
     Weight decay applies to the weights of convolutions and linear layers only; where such a weight is
     computed (spectral or weight normalisation, pruning), to the parameters it is computed from, except
     magnitudes and what a parametrisation adds of its own.
     """
-    layers = [m for m in ensemble.modules() if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]
+    layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.modules.conv._ConvNd)]
     weights = {id(p) for layer in layers for p in _behind_weight(layer)}
-    trained = [p for p in ensemble.parameters() if p.requires_grad]
-    decayed = [p for p in trained if id(p) in weights]
-    free = [p for p in trained if id(p) not in weights]
+    trained = [p for p in network.parameters() if p.requires_grad]
+    return [p for p in trained if id(p) in weights], [p for p in trained if id(p) not in weights]
+
+
+def make_optimizer(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """The recipe's optimizer for an ensemble, its state ready and on the device, its lr a tensor on CUDA."""
+    decayed, free = parameter_groups(network)
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    device = trained[0].device
+    device = next(iter((*decayed, *free))).device
     lr: Any = torch.tensor(recipe.lr, device=device) if device.type == "cuda" else recipe.lr
     if recipe.optimizer == "muon":
         matrices = [p for p in decayed if p.ndim > 1]

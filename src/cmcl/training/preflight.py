@@ -24,6 +24,7 @@ from ..data.dataset import Dataset, default_ignore_index, not_ignored
 from ..data.transforms import MeanStd, Transform
 from ..ensemble import Ensemble, in_eval
 from ..objectives import TaskLoss, independent_loss
+from ..stacking import pays, stackable
 from .augment import Augmentation, augmented
 from .batches import Batch, Batches, Data, Loaded, Resident, first_batch, hold_out, subset, tensors
 from .config import Options, Recipe, check_seed
@@ -53,6 +54,7 @@ class Plan:
     check_targets: Callable[[Tensor], None]  # of a DataLoader's later batches
     frozen: list[nn.Module]  # modules that the user set to eval mode
     augment: Augmentation | None
+    stacked: bool  # whether members run at once, by batched matrix products
     mesh: Shape  # of the processes that train together
     traffic: Traffic  # between them
 
@@ -148,6 +150,9 @@ def preflight(
         check_targets=check_targets,
         frozen=frozen,
         augment=augment,
+        stacked=_stacked(
+            ensemble, recipe, options, mesh, frozen, inputs_of(transform, images[:2]).to(device)
+        ),
         mesh=mesh,
         traffic=traffic(mesh, recipe.members, max(_batch_sizes(train, recipe.batch_size), default=0), sizes),
     )
@@ -444,6 +449,15 @@ def _mesh(ensemble: Ensemble, recipe: Recipe, options: Options, train: Data, siz
             "with a DistributedSampler; use shuffle=True."
         )
     return shape
+
+
+def _stacked(
+    ensemble: Ensemble, recipe: Recipe, options: Options, mesh: Shape, frozen: list[nn.Module], inputs: Tensor
+) -> bool:
+    """Whether members are to train as one, and can. Adversarial training and Muon look at each by itself."""
+    auto = options.members == "auto" and inputs.device.type == "cpu" and pays(ensemble, recipe.batch_size)
+    apart = recipe.adversarial or recipe.optimizer == "muon" or frozen or mesh != Shape()
+    return (auto or options.members == "stacked") and not apart and stackable(ensemble, inputs)
 
 
 def _sizes(ensemble: Ensemble, inputs: Tensor, frozen: list[nn.Module]) -> Sizes:

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from .. import _checks
 from ..ensemble import Ensemble
 from ..objectives import OracleLoss, confident_oracle_loss, independent_loss
+from ..stacking import Stacked
 from .augment import Augmentation
 from .batches import DRAWS, Batches, Resident, epoch_seed
 from .config import Recipe
 from .cuda import Compiler, Runner, by_dtype, copy_all, default_generator, flat, views
 from .mesh import ALONE, Mesh, MeshPart
 from .monitor import Monitor
-from .optim import WeightAverage, make_optimizer, set_lr
+from .optim import WeightAverage, make_optimizer, parameter_groups, set_lr
 
 
 class Diverged(RuntimeError):
@@ -39,6 +40,7 @@ class TrainState:
         classes: the number of classes by which specialists are counted; 1: not by class.
         steps: the length of the whole run.
         mesh: the processes that train together. Each trains its own members; `gather` copies the others'.
+        stacked: the members as one network, if they train as one.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class TrainState:
         classes: int,
         steps: int,
         mesh: Mesh = ALONE,
+        stacked: Stacked | None = None,
     ) -> None:
         self.ensemble, self.recipe, self.seed, self.steps = ensemble, recipe, seed, steps
+        self.stacked = stacked
         self.mesh, self.members = mesh, mesh.members(len(ensemble.members))
         self.device = next(ensemble.parameters()).device
-        self.optimizer = make_optimizer(ensemble, recipe)
+        self.optimizer = make_optimizer(ensemble if stacked is None else stacked.network, recipe)
         self.monitor = Monitor(len(ensemble.members), classes, recipe.objective["overlap"], self.device)
         # of masks, labels and dropout on the CPU; on CUDA they come from the device's generator
         self.random = torch.Generator().manual_seed(epoch_seed(seed, DRAWS)).get_state()
@@ -82,6 +86,14 @@ class TrainState:
         moments = [t for p in own for t in self.optimizer.state.get(p, {}).values()]
         averages = [] if self.average is None else self.average.of(own)
         return [*own, *moments, *averages]
+
+    def moments(self) -> list[dict[str, Tensor]]:
+        """The optimizer's tensors for each parameter of the members, in the order of its groups."""
+        if self.stacked is None:
+            return list(self.optimizer.state.values())
+        places = [self.stacked.places[p] for group in parameter_groups(self.ensemble) for p in group]
+        moments = [(self.optimizer.state[whole], m) for whole, m in places]
+        return [{k: t if t.ndim == 0 else t[m] for k, t in own.items()} for own, m in moments]
 
     def averaged(self) -> AbstractContextManager[None]:
         """The ensemble with averaged weights for the time of a block, if the recipe averages them."""
@@ -130,7 +142,8 @@ class Step:
             ensemble.trunks[own],
             ensemble.members[own],
         )
-        self.parameters = [p for p in self.members.parameters() if p.requires_grad]
+        trained = self.members if state.stacked is None else state.stacked.network
+        self.parameters = [p for p in trained.parameters() if p.requires_grad]
         modules = self.members.named_modules()
         self._slots = [(m._buffers, name, f"{path}.{name}") for path, m in modules for name in m._buffers]
 
@@ -153,10 +166,9 @@ class Step:
                     x, y = x[part.examples], y[part.examples]
                 (self.forward(x, y, classes, part) * (len(x) / len(images))).backward()
         state.mesh.add_gradients(self.parameters)
-        state.monitor.count_step(_clip(self.parameters, state.recipe.clip_norm, state.mesh))
+        broken = state.monitor.count_step(_clip(self.parameters, state.recipe.clip_norm, state.mesh))
         # Once a loss is NaN or infinite, fused optimizers skip their update: the last good weights stay, and
         # with them the running statistics of batch normalisation.
-        broken = state.monitor.broken()
         state.optimizer.found_inf = broken  # type: ignore[attr-defined]
         state.optimizer.step()
         _restore(broken, self.buffers(), before)
@@ -185,7 +197,9 @@ class Step:
 
     def logits(self, x: Tensor, part: MeshPart | None = None) -> Tensor:
         """`Ensemble.forward`, with the members of this process side by side: (M, B, C, ...)."""
-        ensemble = self.state.ensemble
+        ensemble, stacked = self.state.ensemble, self.state.stacked
+        if stacked is not None:
+            return self.run([partial(stacked.logits, x)])[0]  # type: ignore[no-any-return]
         ensemble.check(x)
         if ensemble.shared_stem is not None:
             ((x, _),) = self._run([partial(ensemble.shared_stem, self.members[0], x)], part)

@@ -1,0 +1,269 @@
+"""Members that train as one compute what they compute one after the other."""
+
+import copy
+import pickle
+import random
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+import cmcl
+from cmcl import Options, Recipe
+from cmcl.stacking import Stacked, StackedLinear, pays, stackable
+
+X = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+Y = X[:, :4].argmax(1)
+
+
+def sequential():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(6, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+
+    def forward(self, x):
+        h = F.gelu(self.first(x))
+        return self.last(h + F.relu(self.block(h)))
+
+
+class Flattens(Residual):
+    def forward(self, x):
+        return self.last(self.first(x).flatten(1))
+
+
+class MixesTheBatch(Residual):
+    def forward(self, x):
+        return self.last(self.first(x).softmax(1))
+
+
+class Counts(Residual):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class DrawsInPython(Residual):
+    def forward(self, x):
+        return super().forward(x) * (0.5 + random.random())
+
+
+class Tied(Residual):
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(8, 8, bias=False)
+        self.again.weight = self.block.weight
+
+
+class Steep(nn.Sequential):
+    slopes = iter([0.1, 0.2, 0.3, 0.4, 0.5])
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 8), nn.LeakyReLU(next(Steep.slopes)), nn.Linear(8, 4))
+
+
+def ensemble(network=sequential, members=3, **options):
+    torch.manual_seed(0)
+    return cmcl.Ensemble(network, members, **options)
+
+
+def linear(layers):
+    return nn.Sequential(*layers, nn.Linear(6, 4))
+
+
+class TestStackable:
+    @pytest.mark.parametrize("network", [sequential, Residual])
+    @pytest.mark.parametrize("share_after", [None, 0])
+    def test_networks_of_linear_layers(self, network, share_after):
+        layer = {sequential: "0", Residual: "first"}[network] if share_after == 0 else None
+        assert stackable(ensemble(network, share_after=layer), X[:2])
+
+    def test_inputs_that_the_network_flattens_itself(self):
+        own = ensemble(lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 4)))
+        assert stackable(own, X[:2].reshape(2, 1, 2, 3))
+
+    def test_dropout_and_outputs_in_a_dict(self):
+        class Named(Residual):
+            def forward(self, x):
+                return {"logits": super().forward(F.dropout(x, 0.0))}
+
+        assert stackable(ensemble(Named, output=lambda found: found["logits"]), X[:2])
+        assert stackable(ensemble(lambda: linear([nn.Dropout(0.5)])), X[:2])
+
+    @pytest.mark.parametrize("network", [Flattens, MixesTheBatch, Counts, DrawsInPython, Tied, Steep])
+    def test_not_what_would_compute_something_else(self, network):
+        assert not stackable(ensemble(network), X[:2])
+
+    @pytest.mark.parametrize(
+        "layer",
+        [
+            lambda: nn.BatchNorm1d(6),
+            lambda: nn.LayerNorm(6),
+            lambda: nn.Bilinear(6, 6, 6),
+            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
+            lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+        ],
+    )
+    def test_not_other_layers(self, layer):
+        assert not stackable(ensemble(lambda: linear([layer()])), X[:2])
+
+    def test_not_what_is_shared_before_the_members_differ(self):
+        own = ensemble(lambda: linear([nn.Identity()]), share_after="0", share_at_test="off")
+        assert not stackable(own, X[:2])
+
+    def test_not_members_of_several_kinds(self):
+        own = cmcl.Ensemble([linear([]), linear([nn.Linear(6, 6)])])
+        assert not stackable(own, X[:2])
+
+    def test_not_with_hooks(self):
+        own = ensemble()
+        own.members[1][0].register_forward_hook(lambda *args: None)
+        assert not stackable(own, X[:2])
+
+    def test_trying_leaves_no_trace(self):
+        own = ensemble(share_after="0").train()
+        weights, state = copy.deepcopy(own.state_dict()), torch.get_rng_state()
+        assert stackable(own, X[:2])
+        assert own.training
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(
+            torch.equal(a, b) for a, b in zip(weights.values(), own.state_dict().values(), strict=True)
+        )
+
+    def test_a_head_that_starts_at_zero_hides_nothing(self):
+        class Zero(MixesTheBatch):
+            def __init__(self):
+                super().__init__()
+                nn.init.zeros_(self.last.weight)
+                nn.init.zeros_(self.last.bias)
+
+        assert not stackable(ensemble(Zero), X[:2])
+
+
+class TestStacked:
+    @pytest.mark.parametrize("network", [sequential, Residual])
+    def test_logits_and_gradients(self, network):
+        whole, own = ensemble(network), ensemble(network)
+        stacked = Stacked(own)
+        ours, theirs = stacked.logits(X), whole(X)
+        torch.testing.assert_close(ours, theirs)
+        for logits in (ours, theirs):
+            cmcl.confident_oracle_loss(logits, Y).backward()
+        for parameter, expected in zip(own.parameters(), whole.parameters(), strict=True):
+            row, m = stacked.places[parameter]
+            torch.testing.assert_close(row.grad[m], expected.grad)
+
+    def test_members_see_what_is_trained(self):
+        own = ensemble()
+        stacked = Stacked(own)
+        before = own(X)
+        with torch.no_grad():
+            for parameter in stacked.network.parameters():
+                parameter.mul_(2)
+        assert not torch.allclose(own(X), before)
+        torch.testing.assert_close(own(X), stacked.logits(X))
+
+    def test_released_members_are_apart(self):
+        own = ensemble()
+        stacked, before = Stacked(own), own(X)
+        stacked.release()
+        with torch.no_grad():
+            for parameter in stacked.network.parameters():
+                parameter.zero_()
+        assert torch.equal(own(X), before)
+        sizes = {p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in own.parameters()}
+        assert sizes == {True}
+
+    def test_frozen_weights_stay_frozen(self):
+        own = ensemble()
+        for member in own.members:
+            member[0].requires_grad_(False)
+        assert [p.requires_grad for p in Stacked(own).network.parameters()] == [False] * 2 + [True] * 4
+
+    def test_small_layers_and_batches_pay(self):
+        def width(n):
+            return ensemble(lambda: nn.Sequential(nn.Linear(6, n), nn.Linear(n, 4)))
+
+        assert pays(width(128), 64)
+        assert not pays(width(8192), 64)
+        assert not pays(width(128), 2**20)
+
+
+RECIPES = {
+    "ie": {"method": "ie"},
+    "mcl": {"method": "mcl", "optimizer": "adam", "lr": 0.01},
+    "cmcl": {"ema": 0.25, "clip_norm": 1.0, "weight_decay": 0.01},
+    "sampled labels": {"labels": "sampled", "samples": 2, "accumulate": 2, "optimizer": "adamw", "lr": 0.01},
+    "warm start": {"warm_start": 1, "rule": "relaxed", "nesterov": True},
+}
+
+
+def trained(how, members, *, sharing=False, max_seconds=None, **options):
+    own = ensemble(share_after="0" if sharing else None)
+    recipe = Recipe(**{"epochs": 4, "batch_size": 16, "members": 3} | how)
+    settings = Options(quiet=True, members=members, max_seconds=max_seconds)
+    return own, cmcl.fit(own, (X, Y), recipe=recipe, test=(X, Y), options=settings, **options)
+
+
+class TestFit:
+    @pytest.mark.parametrize("sharing", [False, True])
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_the_same_training(self, name, sharing):
+        (one, ours), (other, theirs) = (
+            trained(RECIPES[name], members, sharing=sharing) for members in ("stacked", "sequential")
+        )
+        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert ours.scores == pytest.approx(theirs.scores)
+        assert [row["loss"] for row in ours.rows] == pytest.approx(
+            [row["loss"] for row in theirs.rows], rel=1e-4
+        )
+
+    @pytest.mark.parametrize(
+        ("members", "expected"), [("stacked", True), ("auto", True), ("sequential", False)]
+    )
+    def test_which_layers_run(self, members, expected):
+        calls = Counter()
+        with register_module_forward_pre_hook(lambda module, args: calls.update([type(module)])):
+            trained({"steps": 100, "epochs": None}, members)
+        assert (calls[StackedLinear] >= 3 * 100) == expected
+        assert (calls[nn.Linear] >= 3 * 3 * 100) != expected
+
+    def test_auto_is_stacked_here(self):
+        one, other = (trained({}, members)[0] for members in ("auto", "stacked"))
+        assert all(map(torch.equal, one.parameters(), other.parameters()))
+
+    @pytest.mark.parametrize("members", ["stacked", "streams"])
+    def test_what_cannot_be_stacked_trains_all_the_same(self, members):
+        own = ensemble(lambda: linear([nn.BatchNorm1d(6)]))
+        recipe = Recipe(steps=3, batch_size=16, members=3)
+        cmcl.fit(own, (X, Y), recipe=recipe, options=Options(quiet=True, members=members))
+
+    def test_the_trained_ensemble_is_ordinary(self, tmp_path):
+        own, _ = trained({}, "stacked")
+        pickle.dumps(own)
+        own.save(tmp_path / "saved")
+        assert {p.untyped_storage().nbytes() == 4 * p.numel() for p in own.parameters()} == {True}
+
+    @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+    @pytest.mark.parametrize(
+        "members", [("stacked",) * 2, ("stacked", "sequential"), ("sequential", "stacked")]
+    )
+    def test_resume(self, tmp_path, members, optimizer):
+        how = {"optimizer": optimizer, "lr": 0.01, "ema": 0.25}
+        whole, _ = trained(how, members[0])
+        with pytest.raises(cmcl.Interrupted):
+            trained(how, members[0], out=tmp_path / "run", max_seconds=1e-9)
+        resumed, _ = trained(how, members[1], out=tmp_path / "run", resume=True)
+        for a, b in zip(resumed.parameters(), whole.parameters(), strict=True):
+            if members[0] == members[1]:
+                assert torch.equal(a, b)
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
