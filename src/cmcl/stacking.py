@@ -107,10 +107,10 @@ def stackable(ensemble: Ensemble, x: Tensor) -> bool:
 def pays(ensemble: Ensemble, batch: int) -> bool:
     """Whether stacked members train faster on a CPU: small layers do, where calls cost more than arithmetic.
 
-    Large matrices one after the other stay in the cache. The limits are from benchmarks/stacking.py.
+    Larger ones stay in the cache if members run in turn; the limits are from `benchmarks/peers.py sizes`.
     """
-    sizes = [layer.weight.numel() for layer in ensemble.modules() if isinstance(layer, nn.Linear)]
-    return max(sizes, default=0) <= min(2**15, 2**21 // batch)
+    layers = [layer for layer in ensemble.modules() if isinstance(layer, nn.Linear)]
+    return all(layer.weight.numel() <= 2**15 and batch * layer.out_features <= 2**14 for layer in layers)
 
 
 def _computes_the_same(ensemble: Ensemble, x: Tensor, *, training: bool) -> bool:

@@ -31,7 +31,12 @@ def parameter_groups(network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
 def make_optimizer(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """The recipe's optimizer for an ensemble, its state ready and on the device, its lr a tensor on CUDA."""
     decayed, free = parameter_groups(network)
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": free, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": [*decayed, *free], "weight_decay": 0.0}]
+    if recipe.weight_decay:  # each group costs a step of its own
+        groups = [
+            {"params": decayed, "weight_decay": recipe.weight_decay},
+            {"params": free, "weight_decay": 0.0},
+        ]
     device = next(iter((*decayed, *free))).device
     lr: Any = torch.tensor(recipe.lr, device=device) if device.type == "cuda" else recipe.lr
     if recipe.optimizer == "muon":

@@ -59,7 +59,8 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Show a line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if not self._console.quiet:  # which would format it all the same
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         if self._bar:

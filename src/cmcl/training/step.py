@@ -20,7 +20,7 @@ from ..stacking import Stacked
 from .augment import Augmentation
 from .batches import DRAWS, Batches, Resident, epoch_seed
 from .config import Recipe
-from .cuda import Compiler, Runner, by_dtype, copy_all, default_generator, flat, views
+from .cuda import Compiler, Runner, by_dtype, copy_all, default_generator, flat, total_norm, views
 from .mesh import ALONE, Mesh, MeshPart
 from .monitor import Monitor
 from .optim import WeightAverage, make_optimizer, parameter_groups, set_lr
@@ -150,7 +150,8 @@ class Step:
     def __call__(self) -> None:
         """Train on one batch."""
         state, buffers = self.state, self.buffers()
-        state.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
         before = _copies(buffers)
         images, targets = self.batches.current()
         parts = min(state.recipe.accumulate, len(images))  # a DataLoader's last batch may be small
@@ -283,7 +284,8 @@ def _call(member: nn.Module, x: Tensor) -> Any:
 
 def _clip(parameters: list[nn.Parameter], limit: float | None, mesh: Mesh) -> Tensor:
     """The norm of the ensemble's gradient, which is shortened if the recipe sets a limit."""
-    norm = mesh.norm(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    with torch.no_grad():
+        norm = mesh.norm(total_norm([p.grad for p in parameters if p.grad is not None]))
     if limit is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
