@@ -153,6 +153,7 @@ class TestForward:
             ensemble(images)
         ensemble.eval()
         inputs = ensemble.transform.transform(images)
+        torch.compiler.reset()  # only so many versions of a function are kept, of whichever tests
         logits = torch.compile(ensemble, fullgraph=True, backend="aot_eager")(inputs)
         torch.testing.assert_close(logits.softmax(2), ensemble.predict(images).member_probs)
         with pytest.raises(TypeError, match="raw uint8 images .* Got a torch.float32"):
