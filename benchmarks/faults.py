@@ -3,7 +3,8 @@
     PYTHONPATH=src python benchmarks/faults.py --kills 12
 
 Writes results/faults.json, from which docs/make.py makes the table of docs/reference/reliability.md. Needs
-Linux, and root for the disks. Tests do the same with other counts: test_kill, test_launch, test_checkpoint.
+Linux, and root for the disks. Tests do the same with other counts: test_kill, test_mesh, test_launch,
+test_checkpoint.
 """
 
 import argparse
@@ -28,6 +29,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import test_kill  # noqa: E402
 import test_launch  # noqa: E402
+import test_mesh  # noqa: E402
 import test_train  # noqa: E402
 from cmcl._files import DiskFullError  # noqa: E402
 from cmcl.data.images import ImageReader  # noqa: E402
@@ -45,13 +47,16 @@ def row(fault, where, count, good, outcome):
 
 
 def kills(folder, name, settings, count, wholes):
-    """SIGKILL anywhere; resumed each time."""
-    landings = test_kill.killed_run(folder, settings, count)
-    equal = test_kill.same_end(test_kill.run_on(folder, settings), wholes[name])
+    """SIGKILL anywhere, up to 25 times in a run; resumed each time."""
+    landings, good = [], 0
+    for start in range(0, count, test_kill.KILLS):
+        own, part = folder / str(start), min(test_kill.KILLS, count - start)
+        landings += test_kill.killed_run(own, settings, part, seed=start)
+        good += part * test_kill.same_end(test_kill.run_on(own, settings), wholes[name])
     inside = sum(landing.in_a_write for landing in landings)
     places = len({landing.place for landing in landings})
     where = f"{name}; {places} places, {inside} inside a checkpoint's write"
-    return row("SIGKILL", where, count, count * equal, f"resumed each time; {IDENTICAL}")
+    return row("SIGKILL", where, count, good, f"resumed each time; {IDENTICAL}")
 
 
 def signals(folder, name, settings, count, wholes):
@@ -76,19 +81,8 @@ def signals(folder, name, settings, count, wholes):
 
 def launched(folder, count):
     """SIGKILL of a task of `cmcl reproduce --launcher local`; the same command resumes it."""
-    command = [
-        sys.executable,
-        "-m",
-        "cmcl",
-        "reproduce",
-        "digits-ie",
-        "--seeds",
-        "1",
-        "--device",
-        "cpu",
-        "--quiet",
-    ]
-    command += ["--launcher", "local", "--save-every", "0.1", "--json"]
+    command = [sys.executable, "-m", "cmcl", "reproduce", "digits-ie", "--seeds", "1", "--device", "cpu"]
+    command += ["--quiet", "--launcher", "local", "--save-every", "0.1", "--json"]
 
     def start(where):
         paths = ["--out", str(where / "runs"), "--results", str(where / "results")]
@@ -105,6 +99,20 @@ def launched(folder, count):
     return row(
         "SIGKILL of a task", "--launcher local", count, count * (ours.weights == theirs.weights), outcome
     )
+
+
+def meshes(folder, case, mesh, count):
+    """SIGKILL of any process of a mesh; torchrun starts all of them again."""
+    folder.mkdir()
+    script, steps = folder / "slow.py", 10 * count + 20
+    script.write_text(test_mesh.SLOW_RUN)
+    told = test_mesh.killed_run(folder / "killed", script, case, mesh, steps, count)
+    whole = test_mesh.uninterrupted(folder / "whole", steps, case)
+    moved = test_mesh.largest_difference(test_mesh.final_tensors(folder / "killed").tensors, whole.tensors)
+    slowest = max(seconds for *_, seconds in told)
+    where = f"{case} on {mesh}; all others had stopped within {slowest:.0f} s"
+    outcome = f"torchrun resumed it; the end of one process but for rounding, {moved:.0e} at most"
+    return row("SIGKILL of a process", where, count, count * (moved < 1e-4 and slowest < 60), outcome)
 
 
 def full_disks(folder):
@@ -209,6 +217,7 @@ def main():
     """Count, and write results/faults.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=25, help="of each kind of recipe; half as many signals")
+    parser.add_argument("--processes", type=int, default=6, help="killed processes of each mesh")
     parser.add_argument("--tasks", type=int, default=3, help="killed tasks of the launcher")
     parser.add_argument("--broken", type=int, default=1000, help="of each kind of file")
     options = parser.parse_args()
@@ -224,6 +233,8 @@ def main():
             wholes[kind] = test_kill.run_on(folder / f"whole{i}", settings)
             rows.append(kills(folder / f"killed{i}", kind, settings, options.kills, wholes))
             rows.append(signals(folder / f"signalled{i}", kind, settings, max(1, options.kills // 2), wholes))
+        for case, mesh in (("ema", "members=2,data=1"), ("augmented", "members=1,data=2")):
+            rows.append(meshes(folder / f"mesh-{case}", case, mesh, options.processes))
         rows.append(launched(folder / "launched", options.tasks))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     about = {

@@ -151,9 +151,9 @@ class Child:
             self.process.communicate()
 
 
-def killed_run(folder, settings=None, kills=KILLS):
+def killed_run(folder, settings=None, kills=KILLS, seed=SEED):
     """A run with so many kills; the landings."""
-    chance, landings = random.Random(SEED), []
+    chance, landings = random.Random(seed), []
     while len(landings) < kills:
         child = Child(folder, settings)
         wanted = chance.choice(WRITES) if len(landings) % 3 == 0 else ""
