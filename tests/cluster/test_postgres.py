@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from wsgiref.util import setup_testing_defaults
 
 import pytest
 
 optuna = pytest.importorskip("optuna")
+dashboard = pytest.importorskip("optuna_dashboard")
 pytest.importorskip("psycopg")
 BINARIES = [*Path("/usr/lib/postgresql").glob("*/bin"), Path(shutil.which("pg_ctl") or "/").parent]
 BIN = next((folder for folder in BINARIES if (folder / "pg_ctl").exists()), None)
@@ -60,6 +62,14 @@ def trials(database):
     return found
 
 
+def shown(database, path):
+    """What optuna-dashboard answers."""
+    request = {"PATH_INFO": path}
+    setup_testing_defaults(request)
+    answer = dashboard.wsgi(database)(request, lambda *given: None)
+    return json.loads(b"".join(answer))
+
+
 def test_two_workers_and_one_is_killed(database, tmp_path, capsys):
     (killed, log), (other, other_log) = (worker(database, tmp_path) for _ in range(2))
     while not log.read_text().count("held-out top-1"):  # it has begun, and will begin another
@@ -82,6 +92,10 @@ def test_two_workers_and_one_is_killed(database, tmp_path, capsys):
     finished = [trial.user_attrs["candidate"] for trial in found if trial not in lost]
     assert len(finished) == len(set(finished)) == 9, "every candidate once"
 
+    (study,) = shown(database, "/api/studies")["study_summaries"]
+    states = [trial["state"] for trial in shown(database, f"/api/studies/{study['study_id']}")["trials"]]
+    assert [state.upper() for state in states] == [trial.state.name for trial in found]
+
     result = json.loads((tmp_path / "tuning-digits-cmcl.json").read_text())
     assert len(result["rungs"][0]["rows"]) == 9
     complete = [trial for trial in found if trial.state == optuna.trial.TrialState.COMPLETE]
@@ -101,4 +115,5 @@ def test_two_workers_and_one_is_killed(database, tmp_path, capsys):
             note = f", again of trial {lost[0].number}" if trial is again else ""
             note = ", its worker was killed" if trial in lost else note
             print(f"trial {trial.number:2}  {trial.user_attrs['candidate']:28} {trial.state.name}{note}")
+        print(f"optuna-dashboard shows {len(states)} trials of {study['study_name']}")
         print(f"\nThe other worker:\n{text}")

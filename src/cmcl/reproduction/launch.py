@@ -7,8 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def launch(
     executor = _executor(launcher, logs, parallel, settings or {})
     todo = list(report.jobs)
     running: dict[int, tuple[Job, submitit.Job[Report]]] = {}  # by slot
-    with Signals() as signals, _cancelled(running):
+    with Signals() as signals:
         while (todo or running) and not signals.received:
             slots = range(len(todo)) if launcher == "slurm" else range(parallel)
             started = dict(zip((slot for slot in slots if slot not in running), todo, strict=False))
@@ -105,25 +104,22 @@ def launch(
             time.sleep(POLL)
         if running:
             say(f"stopped by {signals.received}: cancelling {len(running)} tasks")
-        report.stopped = signals.received
-        report.late += [*(job for job, _ in running.values()), *todo]
+            _cancel([task for _, task in running.values()])
+    report.stopped = signals.received
+    report.late += [*(job for job, _ in running.values()), *todo]
     return report
 
 
-@contextmanager
-def _cancelled(running: Mapping[int, tuple[Job, "submitit.Job[Report]"]]) -> Iterator[None]:
-    """Cancel what still runs after the block; wait until processes of this machine have saved their runs."""
-    try:
-        yield
-    finally:
-        tasks = [task for _, task in running.values()]
-        for task in (task for task in tasks if not isinstance(task, submitit.LocalJob)):
+def _cancel(tasks: Sequence["submitit.Job[Report]"]) -> None:
+    """End tasks, whose runs save themselves; wait for those of this machine."""
+    local = [task for task in tasks if isinstance(task, submitit.LocalJob)]
+    for task in tasks:
+        if task not in local:
             task.cancel(check=False)
-        # SIGTERM again and again: what has not begun to train ignores it
-        while alive := [t for t in tasks if isinstance(t, submitit.LocalJob) and not t.done()]:
-            for task in alive:
-                os.kill(int(task.job_id), signal.SIGTERM)  # which passes it on
-            time.sleep(POLL)
+    while alive := [task for task in local if not task.done()]:
+        for task in alive:  # again and again: what has not begun to train ignores it
+            os.kill(int(task.job_id), signal.SIGTERM)  # which passes it on
+        time.sleep(POLL)
 
 
 def _executor(launcher: str, folder: Path, parallel: int, settings: Mapping[str, Any]) -> submitit.Executor:

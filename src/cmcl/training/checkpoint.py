@@ -208,10 +208,8 @@ class RunFolder:
             with self.mesh.together():
                 if self.path is not None and self.mesh.rank == 0:
                     stack.enter_context(locked(self.path))
-                    for folder in (self.path, self.path / "checkpoints"):
-                        for part in folder.glob(
-                            ".*.????????.part"
-                        ):  # a killed process left them half written
+                    for place in ("", "checkpoints/"):  # what a killed process left half written
+                        for part in self.path.glob(f"{place}.*.????????.part"):
                             part.unlink(missing_ok=True)
                     self.checkpoints = Checkpoints(self.path / "checkpoints")
             stack.enter_context(self._signals)
