@@ -289,6 +289,19 @@ class TestRecipes:
         independent = fit(small(), data(), recipe=replace(RECIPE, method="ie"), options=QUIET).rows
         assert [row["loss"] for row in rows[:2]] == [row["loss"] for row in independent[:2]]
 
+    def test_telemetry_shows_the_schedules(self):
+        """K as the sum of the fractions, over five steps each; the temperature of the last step."""
+        evolving, annealed = (
+            fit(small(), data(), recipe=replace(RECIPE, overlap=1, **changes), options=QUIET).rows
+            for changes in (dict(evolve=1.0), dict(rule="annealed"))
+        )
+        overlaps = [round(3 - 2 * step / 20) for step in range(20)]
+        found = [sum(row["specialist_fraction"]) for row in evolving]
+        assert found == pytest.approx([sum(overlaps[i : i + 5]) / 5 for i in (0, 5, 10, 15)])
+        assert "temperature" not in evolving[0]
+        temperatures = [row["temperature"] for row in annealed]
+        assert temperatures == pytest.approx([1e-3 ** (step / 20) for step in (4, 9, 14, 19)])
+
     def test_methods_differ(self):
         results = []
         for method in ("ie", "mcl", "cmcl"):

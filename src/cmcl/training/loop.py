@@ -178,6 +178,8 @@ def fit(
                 state.check_finite()
                 row = {"epoch": epoch + 1, "step": state.step, "seed": plan.seed, **state.monitor.row()}
                 row |= {"lr": lr, "images_per_second": images / (time.perf_counter() - began)}
+                if state.temperature is not None:
+                    row["temperature"] = state.temperature.item()
                 state.monitor.reset()
                 if epoch >= recipe.warm_start:
                     state.monitor.find_dead_members(row)
