@@ -348,6 +348,7 @@ KINDS = {
     "Probability": "float in [0, 1]",
 }
 KINDS |= {"Percent": "float in [0, 100]", "Histogram": "list[int]"}
+COUNTED = {"Count": "int ≥ 0"}  # of records
 BOUNDED = re.compile(r"Annotated\[(\w+), Field\(([^)]*)\)\]")
 BOUNDS = {"ge=": "≥ ", "gt=": "> ", "le=": "≤ ", "lt=": "< "}
 
@@ -379,9 +380,14 @@ def fields(described: type) -> Callable[[], str]:
                 ast.unparse(node.annotation),
                 "" if node.value is None else ast.unparse(node.value),
             )
-            if made := re.fullmatch(r"field\(default_factory=(\w+).*\)", default):
+            if made := re.fullmatch(r"[fF]ield\(default_factory=(\w+).*\)", default):
                 default = {"dict": "{}", "list": "[]"}.get(made[1], f"{made[1]}()")
-            for alias, plain in KINDS.items():
+            elif default.isupper():  # a constant
+                default = repr(getattr(inspect.getmodule(described), default))
+            kind = re.sub(r"Annotated\[(.+), Field\(min_length=1\)\]", r"\1", kind)
+            for alias, plain in (
+                KINDS | (COUNTED if described.__module__ == Record.__module__ else {})
+            ).items():
                 kind = re.sub(rf"\b{alias}\b", plain, kind)
             shown = BOUNDED.sub(bounded, kind)
             shown = shown.replace(" | ", " or ")
@@ -707,6 +713,13 @@ def table_of(file: str, start: str) -> Callable[[], str]:
     return find
 
 
+def selective() -> str:
+    """Coverage and error of selective prediction, by method and risk."""
+    lines = table_of("rejecting.txt", "| method | risk asked")().splitlines()
+    heads = "method |> risk |> coverage, calibration half |> bound |> coverage, test half |> errors |> error"
+    return table(heads, [line.strip("| ").split(" | ") for line in lines[2:]])
+
+
 def faults() -> str:
     """Faults and outcomes, from results/faults.json."""
     found = json.loads((RESULTS / "faults.json").read_text())
@@ -730,7 +743,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     **{f"fields-{kind.__name__}": fields(kind) for kind in DESCRIBED},
     "zoo": zoo,
     "demo": demo,
-    "rejecting": table_of("rejecting.txt", "| method | risk asked"),
+    "rejecting": selective,
     "scores": table_of("rejecting.txt", "| method | score"),
     "temperature": table_of("rejecting.txt", "| method | temperature"),
     "tuning": whole("tuning-digits.txt"),

@@ -166,6 +166,13 @@ def test_tables_are_fresh():
         assert len(opened) == text.count("<!-- make:end -->")
 
 
+@pytest.mark.parametrize("described", make.DESCRIBED)
+def test_every_public_field_has_a_meaning(described):
+    rows = [line.split(" | ") for line in make.fields(described)().splitlines()[2:]]
+    assert rows
+    assert [name for name, meaning, *_ in rows if not meaning.strip()] == []
+
+
 @pytest.mark.parametrize("name", make.FIGURES)
 def test_pictures_are_fresh(name):
     path, figure = DOCS / "pictures" / f"{name}.svg", make.FIGURES[name]()

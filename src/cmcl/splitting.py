@@ -502,12 +502,12 @@ _DROP = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, 
 class Layer(NamedTuple):
     """A submodule after which features may be shared: `Ensemble(..., share_after=layer.name)`."""
 
-    name: str
+    name: str  # as in `named_modules()`
     kind: str  # class of the submodule
     shape: tuple[int, ...] | None  # of its output, without the batch; None if that is not one tensor
     problem: str | None = None  # why features cannot be shared there; None: they can
     bypassed: bool = False  # other features go around it (a skip connection); they would not be shared
-    suggested: bool = False
+    suggested: bool = False  # where the paper would share; at most one layer
 
 
 class _Call(NamedTuple):

@@ -40,38 +40,38 @@ class Modes(TypedDict):
 class Reliability(TypedDict):
     """Bins of equal width over the confidence of the averaged prediction; None where a bin is empty."""
 
-    count: Histogram
-    confidence: list[Percent | None]
-    accuracy: list[Percent | None]
+    count: Histogram  # predictions in each bin
+    confidence: list[Percent | None]  # their mean confidence, in percent
+    accuracy: list[Percent | None]  # percentage of them that are right
 
 
 class Calibration(TypedDict):
     """Of the averaged prediction, not scaled by a temperature unless said. ECE is in percent."""
 
-    ece: Percent
+    ece: Percent  # expected calibration error
     temperature: NotRequired[Annotated[float, Field(gt=0)]]  # of the ensemble, if it has one ...
     scaled_ece: NotRequired[Percent]  # ... and the ECE after scaling by it, with its bins
-    scaled_reliability: NotRequired[Reliability]
-    nll: NotRequired[float]
-    brier: NotRequired[float]
-    aurc: NotRequired[float]
-    auroc: NotRequired[float]  # needs OOD data, and so does the next
-    fpr95: NotRequired[float]
-    reliability: Reliability
+    scaled_reliability: NotRequired[Reliability]  # ... those bins
+    nll: NotRequired[float]  # negative log-likelihood, in nats
+    brier: NotRequired[float]  # Brier score, 0 to 2
+    aurc: NotRequired[float]  # area under the risk-coverage curve, 0 to 1
+    auroc: NotRequired[float]  # of OOD detection, 0 to 1; needs OOD data
+    fpr95: NotRequired[float]  # false positives at 95 % true positives, 0 to 1; needs OOD data
+    reliability: Reliability  # the bins behind the ECE
     risk_coverage: Annotated[list[Percent], Field(min_length=1)]  # error of the 1 %, 2 %, ... most confident
 
 
 class Entropy(TypedDict):
     """Histograms from 0 to `largest`: of each member, and of the averaged prediction."""
 
-    bins: Count
-    largest: Annotated[float, Field(gt=0)]
+    bins: Count  # of each histogram
+    largest: Annotated[float, Field(gt=0)]  # entropy of the uniform prediction, in nats
     specialised: NotRequired[list[Histogram]]  # on the classes that a member specialises in
     other: NotRequired[list[Histogram]]  # on the other classes
     test: NotRequired[list[Histogram]]  # of segmentation, on all images
-    averaged: Histogram
-    ood: NotRequired[list[Histogram]]
-    averaged_ood: NotRequired[Histogram]
+    averaged: Histogram  # of the averaged prediction, on all test examples
+    ood: NotRequired[list[Histogram]]  # of each member, on OOD data
+    averaged_ood: NotRequired[Histogram]  # of the averaged prediction, on OOD data
 
 
 # a keyword in its class syntax
@@ -84,18 +84,18 @@ class Record(Schema):
     model_config = ConfigDict(strict=True)
 
     name: str  # of the recipe
-    recipe: dict[str, Any]
-    recipe_hash: str
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
+    recipe: dict[str, Any]  # all fields of `Recipe`
+    recipe_hash: str  # checksum of these fields
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]  # of weights, data order, masks and labels
     full_length: bool  # False: shortened, to try something out
     full_test: bool  # False: evaluated on part of the test set
-    test_examples: Annotated[int, Field(gt=0, lt=2**63)]
+    test_examples: Annotated[int, Field(gt=0, lt=2**63)]  # that were evaluated
     checksums: dict[str, str]  # of the data, by split: "train", "test"
-    errors: Modes
+    errors: Modes  # "expected" and "sampled", by mode of feature sharing at test time
     members: Annotated[list[Percent], Field(min_length=1)]  # error of each member alone
     classwise: list[list[Percent | None]]  # accuracy (M, C)
-    calibration: Calibration
-    entropy: Entropy
+    calibration: Calibration  # of the averaged prediction
+    entropy: Entropy  # histograms of the predictions' entropy
     network: Network | None = None  # of a network that no recipe names
     task: str | None = None  # the name of a custom task loss
     trained_on: str | None = None  # custom data: how many examples, with which labels
@@ -103,17 +103,17 @@ class Record(Schema):
     ood: str | None = None  # the dataset behind `entropy["ood"]` and AUROC
     validation: Errors | None = None  # on the held-out part of the training set
     overlap: Count | None = None  # K, given or chosen; early records lack it
-    steps: Count
-    seconds: Annotated[float, Field(ge=0)]
-    device: str
+    steps: Count  # of training
+    seconds: Annotated[float, Field(ge=0)]  # of training, over all the times the run was resumed
+    device: str  # name of the GPU, or of the CPU with its threads
     mesh: str | None = None  # of several processes: "members=2,data=2"
-    precision: str
-    versions: dict[str, str | None]
-    commit: str | None
+    precision: str  # "bf16" or "float32"
+    versions: dict[str, str | None]  # of cmcl, Python, torch and CUDA
+    commit: str | None  # of cmcl; ends with "-dirty" if files were changed
     resumed_with: list[dict[str, Any]] = Field(
         default_factory=list
     )  # environments of all parts of the run, if they differ
-    format: Literal[2] = FORMAT
+    format: Literal[2] = FORMAT  # version of this schema
 
     @field_validator("format", mode="before")
     @classmethod
