@@ -127,6 +127,13 @@ def test_every_python_line_is_in_a_block():
         assert not found, f"{page.name}: {found}"
 
 
+def test_lines_of_code_fit_on_the_site():
+    """A code block of the site holds 108 characters on a screen of 1400 pixels."""
+    for page in DOCUMENTS:
+        blocks = [block["code"] for block in run.BLOCK.finditer(page.read_text())]
+        assert [line for code in blocks for line in code.splitlines() if len(line) > 108] == [], page.name
+
+
 @pytest.mark.slow
 def test_the_commands_after_fine_tuning_run(tmp_path, monkeypatch, cmcl, capsys):
     """On what the page's snippets leave, with the network that they define."""
