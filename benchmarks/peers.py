@@ -6,6 +6,7 @@
     python benchmarks/peers.py --network cnn --members 1,5 --rounds 5
     python benchmarks/peers.py table results/bench/peers-mlp-cpu.jsonl
     python benchmarks/peers.py sizes                     # where stacked members are faster on a CPU
+    python benchmarks/peers.py start                     # seconds and memory until the first step
 
 Every contender trains the same networks on the same batch size, in turn within each round; the table has
 medians over rounds, and their ratio to a plain loop over the members. On a CPU, times are those of the
@@ -19,6 +20,8 @@ import argparse
 import copy
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -323,12 +326,42 @@ def sizes(args: argparse.Namespace) -> None:
         print(f"{inputs}{f'-{hidden}' * layers}-10, batch {batch}: {ratio:.2f}, auto: {auto}", flush=True)
 
 
+STARTS = {
+    "import torch": "import torch",
+    "import cmcl": "import cmcl",
+    "import cmcl; cmcl.fit": "import cmcl; cmcl.fit",
+    "cmcl.fit of one step": """
+import torch, cmcl
+from torch import nn
+ensemble = cmcl.Ensemble(lambda: nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 26)), 5)
+data = torch.randn(64, 16), torch.randint(26, (64,))
+cmcl.fit(ensemble, data, recipe=cmcl.Recipe(steps=1), options=cmcl.Options(quiet=True, device="cpu"))""",
+    "import torchensemble": "import torchensemble",
+}
+REPORT = """
+import re, time
+print(time.process_time(), re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])"""
+
+
+def start(args: argparse.Namespace) -> None:
+    """Print CPU seconds and peak memory of new processes."""
+    for name, code in STARTS.items():
+        runs = []
+        for _ in range(args.rounds):
+            run = subprocess.run([sys.executable, "-c", code + REPORT], capture_output=True, text=True)
+            if run.returncode == 0:
+                runs.append([float(number) for number in run.stdout.split()[-2:]])
+        if runs:
+            seconds, kibibytes = map(statistics.median, zip(*runs, strict=True))
+            print(f"{name:24} {seconds:6.2f} s  {kibibytes / 1024:6.0f} MiB", flush=True)
+
+
 def main() -> None:
     """Read the arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("records", nargs="*", help="sizes; or table FILE, of an earlier run")
+    parser.add_argument("records", nargs="*", help="sizes; start; or table FILE, of an earlier run")
     parser.add_argument("--network", choices=NETWORKS, default="mlp")
     parser.add_argument("--members", default="1,2,5,10,25")
     parser.add_argument("--device", default="cpu")
@@ -336,8 +369,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
     args = parser.parse_args()
-    if args.records == ["sizes"]:
-        sizes(args)
+    if args.records in (["sizes"], ["start"]):
+        {"sizes": sizes, "start": start}[args.records[0]](args)
     elif args.records:
         print(table([json.loads(line) for line in Path(args.records[-1]).read_text().splitlines()]))
     else:

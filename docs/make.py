@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import altair as alt
@@ -120,7 +120,30 @@ def flight(row: dict[str, Any], *, legend: bool) -> dict[str, Any]:
     return {key: value for key, value in chart.to_dict().items() if key not in ("config", "$schema")}
 
 
+CONTENDERS = ("plain loop, IE", "torch.vmap, IE", "tabm.LinearEnsemble, IE", "cmcl.fit, CMCL")
+
+
+def speed() -> Figure:
+    """Milliseconds of a training step and member against M, of small networks on a CPU."""
+    lines = (RESULTS / "bench" / "peers-mlp-cpu.jsonl").read_text().splitlines()
+    points = [
+        {"M": row["members"], "ms": round(median(row["ms"]) / row["members"], 4), "who": row["contender"]}
+        for row in map(json.loads, lines)
+        if row["contender"] in CONTENDERS
+    ]
+    known = figures.series(CONTENDERS, {"cmcl.fit, CMCL": "cmcl", "plain loop, IE": "ie"})
+    colour = alt.Color("who:N", title=None).scale(
+        domain=[one.name for one in known], range=[f"@{one.colour}" for one in known]
+    )
+    x = alt.X("M:Q", title="members").scale(type="log", nice=False, padding=12).axis(values=[1, 2, 5, 10, 25])
+    y = alt.Y("ms:Q", title="ms a step and member")
+    chart = alt.Chart(alt.Data(values=points)).mark_line(point=True).encode(x=x, y=y, color=colour)
+    spec = {key: value for key, value in chart.to_dict().items() if key not in ("config", "$schema")}
+    return Figure("speed", "", "", [Panel("", spec)], Table("speed", "", [], []))
+
+
 FIGURES: dict[str, Callable[[], Figure | None]] = {
+    "speed": speed,
     "figure1": lambda: paper_figures(EVIDENCE)["1"],
     "figure2": lambda: paper_figures(EVIDENCE)["2"],
     "segmentation": lambda: paper_figures(EVIDENCE)["4"],
@@ -770,6 +793,11 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "adversarial": adversarial,
     "masks": masks,
     "mesh": meshes,
+    "peers-mlp": whole("bench/peers-mlp-cpu.txt"),
+    "peers-cnn": whole("bench/peers-cnn-cpu.txt"),
+    "peers-start": whole("bench/start-cpu.txt"),
+    "engine": table_of("engine-benchmark-h200.txt", "| row | members | ms/step"),
+    "sizes": whole("bench/sizes-cpu.txt"),
     "mesh-killed": table_of("mesh.txt", "| case | mesh | killed"),
     "mesh-calculation": whole("mesh-calculation.txt"),
 }
