@@ -31,9 +31,10 @@ class StackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """What each member's layer computes of its own input, or of one that is the same for all."""
         x = x.expand(len(self.weight), *x.shape) if x.ndim == 2 else x
+        # W @ x, not x @ W: then the gradient of W has the memory layout of W
         if self.bias is None:
-            return torch.bmm(x, self.weight.mT)
-        return torch.baddbmm(self.bias[:, None], x, self.weight.mT)
+            return torch.bmm(self.weight, x.mT).mT
+        return torch.baddbmm(self.bias[..., None], self.weight, x.mT).mT
 
 
 def _stack(parameters: Sequence[Tensor]) -> nn.Parameter:
