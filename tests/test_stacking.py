@@ -43,6 +43,11 @@ class MixesTheBatch(Residual):
         return self.last(self.first(x).softmax(1))
 
 
+class MixesInTraining(Residual):
+    def forward(self, x):
+        return self.last(self.first(x).softmax(1) if self.training else self.first(x))
+
+
 class Counts(Residual):
     calls = 0
 
@@ -98,7 +103,9 @@ class TestStackable:
         assert stackable(ensemble(Named, output=lambda found: found["logits"]), X[:2])
         assert stackable(ensemble(lambda: linear([nn.Dropout(0.5)])), X[:2])
 
-    @pytest.mark.parametrize("network", [Flattens, MixesTheBatch, Counts, DrawsInPython, Tied, Steep])
+    @pytest.mark.parametrize(
+        "network", [Flattens, MixesTheBatch, MixesInTraining, Counts, DrawsInPython, Tied, Steep]
+    )
     def test_not_what_would_compute_something_else(self, network):
         assert not stackable(ensemble(network), X[:2])
 
@@ -189,12 +196,12 @@ class TestStacked:
         assert [p.requires_grad for p in Stacked(own).network.parameters()] == [False] * 2 + [True] * 4
 
     def test_small_layers_and_batches_pay(self):
-        def width(n):
-            return ensemble(lambda: nn.Sequential(nn.Linear(6, n), nn.Linear(n, 4)))
+        def sizes(inputs, outputs):
+            return ensemble(lambda: nn.Sequential(nn.Linear(inputs, outputs), nn.Linear(outputs, 4)))
 
-        assert pays(width(128), 64)
-        assert not pays(width(8192), 64)
-        assert not pays(width(128), 2**20)
+        assert pays(sizes(256, 128), 128)
+        assert not pays(sizes(257, 128), 128)
+        assert not pays(sizes(256, 128), 129)
 
 
 RECIPES = {
