@@ -7,6 +7,7 @@ import random
 import sys
 from contextlib import nullcontext, suppress
 from itertools import product
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -764,6 +765,19 @@ def test_what_cannot_be_verified_is_said_once(monkeypatch):
     monkeypatch.setattr(ensemble, "_in_pieces", fail)
     with pytest.warns(UserWarning, match="Sequential was split after .0.,.* there is not enough memory"):
         assert ensemble(torch.randn(3, 4)).shape == (2, 3, 3)
+
+
+def test_a_network_that_cannot_be_copied_is_split_all_the_same():
+    def build():
+        network = made(plain)()
+        network.lock = Lock()
+        return network
+
+    ensemble, x = Ensemble(build, 2, share_after="a", share_at_test="off").eval(), torch.randn(3, 4)
+    with pytest.warns(UserWarning, match="not verified .*: it cannot be copied"):
+        logits = ensemble(x)
+    torch.testing.assert_close(logits, torch.stack([member(x) for member in ensemble.members]))
+    assert [layer.problem for layer in shareable_layers(build(), x)][:1] == [None]
 
 
 def test_pieces_that_fail_and_a_network_that_fails():

@@ -328,10 +328,23 @@ def _check_plain(module: nn.Module) -> None:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """A copy with the same tensors."""
-    parts = module.modules()
-    values = [v for p in parts for v in (*p.parameters(False), *p.buffers(False), *vars(p).values())]
-    return copy.deepcopy(module, {id(value): value for value in values if isinstance(value, Tensor)})
+    """A copy with the same tensors, and the same locks, files and the like, which cannot be copied."""
+    parts = list(module.modules())
+    values = [v for p in parts for v in (*p.parameters(False), *p.buffers(False), *_plain(p))]
+    shared = [value for value in values if isinstance(value, Tensor) or not _can_copy(value)]
+    return copy.deepcopy(module, {id(value): value for value in shared})
+
+
+def _plain(module: nn.Module) -> list[Any]:
+    return [v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")]
+
+
+def _can_copy(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except Exception:  # whatever a class of the user's raises
+        return False
+    return True
 
 
 def attributes(module: nn.Module) -> dict[str, list[Any]]:
