@@ -335,11 +335,14 @@ def test_dense_answers_are_tempered_too():
     probs = torch.rand(2, 3, 4, 5, 6).softmax(2)
     targets = probs.mean(0).argmax(1)  # (3, 5, 6)
     targets[:, :2] = torch.randint(4, (3, 2, 6))
-    targets[0, 0, 0] = 255
+    targets[:, 0, 0] = 255
     t = fit_temperature(probs, targets, ignore_index=255)
     before, after = (
         metrics.nll(x, targets, ignore_index=255) for x in (probs, apply_temperature(probs, t)[None])
     )
     assert after <= before
+    kept = (targets != 255).flatten()
+    pixels = probs.movedim(2, -1).flatten(1, -2)[:, kept]  # (M, Q, C)
+    assert t == pytest.approx(fit_temperature(pixels, targets.flatten()[kept]), rel=1e-4)
     with pytest.raises(ValueError, match="temperature must be above 0. Got 0."):
         apply_temperature(probs, 0)

@@ -213,13 +213,14 @@ def fit_temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int 
     from scipy.optimize import minimize_scalar
 
     averaged = member_probs.mean(0).double()  # (N, C, ...)
-    counted = targets != ignore_index if ignore_index is not None else torch.ones_like(targets)
+    tiny = torch.finfo(averaged.dtype).tiny  # log 0 is no number
+    counted = torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
 
     def cost(log_t: float) -> float:
         probs = scale_temperature(averaged, math.exp(log_t))
-        second = probs.topk(2, dim=1).values[:, 1].clamp(min=torch.finfo(probs.dtype).tiny)  # (N, ...)
-        found = metrics.nll(probs[None], targets, ignore_index=ignore_index)
-        return found - float(second.log().mean() / counted.sum())
+        shown = metrics.nll(probs[None], targets, ignore_index=ignore_index)
+        second = probs.topk(2, dim=1).values[:, 1]  # (N, ...)
+        return shown - float(second[counted].clamp(min=tiny).log().mean() / counted.sum())
 
     widest = math.log(WIDEST)  # the cost is convex in 1 / T, so there is one minimum
     found = minimize_scalar(cost, bounds=(-widest, widest), method="bounded")
