@@ -175,10 +175,19 @@ def _compared(title: str, runs: list[Run]) -> str:
         return np.array([np.mean([found[model, n][seed][key] for seed in common[n]]) for n in names])
 
     errors = np.array([means("test", model) for model in models])  # (models, datasets), on common seeds
-    ranks = stats.rankdata(errors, axis=0).mean(1)
-    lines += ["", f"{'mean rank':12}" + "".join(f"{rank:16.2f}" for rank in ranks)]
-    for key, label in (("test log loss", "log loss"), ("cpu seconds", "CPU seconds")):
-        lines.append(f"{label:12}" + "".join(f"{means(key, model).mean():16.3f}" for model in models))
+    ranks, last = stats.rankdata(errors, axis=0), np.isin(names, HELD_OUT)
+    losses, seconds = (
+        np.array([means(k, model) for model in models]) for k in ("test log loss", "cpu seconds")
+    )
+    lines.append("")
+    for label, values in (
+        ("mean rank", ranks),
+        ("held out", ranks[:, last]),
+        ("log loss", losses),
+        ("held out", losses[:, last]),
+        ("CPU seconds", seconds),
+    ):
+        lines.append(f"{label:12}" + "".join(f"{value:16.3f}" for value in values.mean(1)))
     if len(models) > 2:
         lines += ["", f"Friedman test over datasets: {friedman(errors)}"]
     lines += [
@@ -186,15 +195,15 @@ def _compared(title: str, runs: list[Run]) -> str:
         "CMCL against each, over datasets (Wilcoxon signed ranks; effect size: matched-pairs rank-biserial):",
     ]
     for model in models[1:]:
-        gaps, losses = (
+        gaps, more = (
             means(key, "CMCL", model) - means(key, model, "CMCL") for key in ("test", "test log loss")
         )
-        p, p_loss = (stats.wilcoxon(g).pvalue if g.any() else 1.0 for g in (gaps, losses))
+        p, p_loss = (stats.wilcoxon(g).pvalue if g.any() else 1.0 for g in (gaps, more))
         worse = ", ".join(name for name, gap in zip(names, gaps, strict=True) if gap > 0)
         lines.append(
             f"{model:14} difference {gaps.mean():+6.2f}  lower on {(gaps < 0).sum()}, equal on "
             f"{(gaps == 0).sum()} of {len(names)}  p = {p:.3g}  effect {effect(gaps):+.2f}  higher on: "
-            f"{worse or 'none'}; log loss lower on {(losses < 0).sum()}, p = {p_loss:.3g}"
+            f"{worse or 'none'}; log loss lower on {(more < 0).sum()}, p = {p_loss:.3g}"
         )
     return "\n".join(lines)
 

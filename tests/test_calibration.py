@@ -81,6 +81,11 @@ def test_dense_scores_are_pixel_means(score):
     torch.testing.assert_close(uncertainty(dense.flatten(3), score), expected)  # sequences, one axis
 
 
+def test_the_scores_have_names():
+    with pytest.raises(ValueError, match=r"score must be one of 'confidence', .* Got 'volume'."):
+        uncertainty(TWO, "volume")
+
+
 def test_the_dense_lowest_entropy_is_that_of_one_member():
     """Each member is sure of one half of the image: none is sure of the image."""
     left = torch.tensor([1.0, 0.5]).repeat_interleave(2)  # (W,): sure, sure, silent, silent
@@ -318,6 +323,13 @@ def test_one_more_error_is_assumed_than_the_examples_show(n):
     t = fit_temperature(probs, torch.zeros(n, dtype=torch.long))
     assert t == pytest.approx(math.log(1.5) / math.log(n), rel=1e-3)
     assert apply_temperature(probs, t)[0, 0].item() == pytest.approx(n / (n + 1), abs=1e-4)
+
+
+def test_it_is_fitted_to_what_predictions_will_be():
+    """A probability of 0 in float32 is scaled as the smallest number of float32, here and in `predict`."""
+    probs = torch.tensor([[[1.0, 0.0]] * 9999 + [[0.0, 1.0]]])
+    t = fit_temperature(probs, torch.zeros(10_000, dtype=torch.long))  # one error, and one assumed
+    assert t == pytest.approx(-math.log(torch.finfo(torch.float32).tiny) / math.log(9999 / 2), rel=1e-2)
 
 
 def test_a_silent_half_is_undone():

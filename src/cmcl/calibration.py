@@ -212,15 +212,17 @@ def fit_temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int 
     """
     from scipy.optimize import minimize_scalar
 
-    averaged = member_probs.mean(0).double()  # (N, C, ...)
-    tiny = torch.finfo(averaged.dtype).tiny  # log 0 is no number
+    averaged = member_probs.mean(0)  # (N, C, ...)
+    # as `scale_temperature` will read them: a probability of 0 in float32 is one below 1e-38
+    averaged = averaged.clamp(min=torch.finfo(averaged.dtype).tiny).double()
     counted = torch.ones_like(targets, dtype=torch.bool) if ignore_index is None else targets != ignore_index
 
     def cost(log_t: float) -> float:
         probs = scale_temperature(averaged, math.exp(log_t))
         shown = metrics.nll(probs[None], targets, ignore_index=ignore_index)
         second = probs.topk(2, dim=1).values[:, 1]  # (N, ...)
-        return shown - float(second[counted].clamp(min=tiny).log().mean() / counted.sum())
+        second = second[counted].clamp(min=torch.finfo(second.dtype).tiny)  # log 0 is no number
+        return shown - float(second.log().mean() / counted.sum())
 
     widest = math.log(WIDEST)  # the cost is convex in 1 / T, so there is one minimum
     found = minimize_scalar(cost, bounds=(-widest, widest), method="bounded")
