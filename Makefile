@@ -21,16 +21,16 @@ test-unpinned:           ## a new user's install: newest versions, an empty fold
 	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/unpinned
 
 test-browser: $(READY)   ## the report in a real browser, the system's chromium (installed here on Debian, by root)
-	command -v chromium || apt-get install --yes chromium
+	command -v chromium || { apt-get update && apt-get install --yes chromium; }
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group browser
 	$(BIN)/python -m pytest tests/browser -m browser
 
 test-slurm: $(READY)     ## `cmcl reproduce --launcher slurm` on a SLURM of one node (installed here on Debian, by root)
-	command -v slurmctld && command -v munged || apt-get install --yes slurm-wlm munge
+	command -v slurmctld && command -v munged || { apt-get update && apt-get install --yes slurm-wlm munge; }
 	$(BIN)/python -m pytest tests/cluster/test_slurm.py -m cluster -s
 
 test-postgres: $(READY)  ## `cmcl tune` by two workers on PostgreSQL (installed here on Debian, by root)
-	ls /usr/lib/postgresql/*/bin/pg_ctl || apt-get install --yes postgresql
+	ls /usr/lib/postgresql/*/bin/pg_ctl || { apt-get update && apt-get install --yes postgresql; }
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group postgres
 	$(BIN)/python -m pytest tests/cluster/test_postgres.py -m cluster -s
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from wsgiref.util import setup_testing_defaults
 
@@ -53,21 +54,26 @@ def worker(database, out):
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT), log
 
 
-def trials(database):
+@contextmanager
+def opened(database):
     storage = optuna.storages.RDBStorage(database)
-    studies = optuna.get_all_study_names(storage)
-    found = [t for name in studies for t in optuna.load_study(study_name=name, storage=storage).trials]
+    yield storage
     storage.remove_session()
     storage.engine.dispose()
-    return found
+
+
+def trials(database):
+    with opened(database) as storage:
+        names = optuna.get_all_study_names(storage)
+        return [t for n in names for t in optuna.load_study(study_name=n, storage=storage).trials]
 
 
 def shown(database, path):
     """What optuna-dashboard answers."""
     request = {"PATH_INFO": path}
     setup_testing_defaults(request)
-    answer = dashboard.wsgi(database)(request, lambda *given: None)
-    return json.loads(b"".join(answer))
+    with opened(database) as storage:
+        return json.loads(b"".join(dashboard.wsgi(storage)(request, lambda *given: None)))
 
 
 def test_two_workers_and_one_is_killed(database, tmp_path, capsys):
