@@ -697,6 +697,18 @@ def masks() -> str:
     return table(heads, rows)
 
 
+def fine_tuning() -> str:
+    """Errors of the fine-tuned network of timm, mean and standard deviation over the seeds."""
+    found, rows = json.loads((RESULTS / "fine-tuning.json").read_text()), []
+    for name, runs in found["methods"].items():
+        errors = [spread_of([run[key] for run in runs]) for key in ("top1", "oracle", "member")]
+        rows.append([name, *errors, len(runs)])
+    facts = found["environment"]
+    made = f"torch {facts['torch']}, timm {facts['timm']}, one CPU thread; commit {facts['commit'][:7]}"
+    heads = "method |> top-1 error % |> oracle error % |> member error % |> n"
+    return f"{table(heads, rows)}\n\n{made}."
+
+
 def hypotheses() -> str:
     """Scores of the flights by method, mean and standard deviation over the seeds."""
     heads = {
@@ -775,6 +787,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "faults": faults,
     "export": whole("export-check.txt"),
     "onnx-speed": whole("onnx-speed.txt"),
+    "fine-tuning": fine_tuning,
     "flights": hypotheses,
     "defaults": whole("defaults.txt"),
     "newcomer": whole("newcomer.txt"),
