@@ -68,13 +68,12 @@ def signals(folder, name, settings, count, wholes):
             assert child.next() != "done", "give it more steps"
             child.go()
         child.next()
-        child.process.send_signal(signal.SIGTERM if i % 2 else signal.SIGINT)
+        child.signal(signal.SIGTERM if i % 2 else signal.SIGINT)
         with suppress(AssertionError, BrokenPipeError):
             while True:
                 child.go()
                 child.next()
-        good += child.process.wait() == 1 and not list((folder / "checkpoints").glob(".*"))
-        child.close()
+        good += child.wait() == 1 and not list((folder / "checkpoints").glob(".*"))
     equal = test_kill.same_end(test_kill.run_on(folder, settings), wholes[name])
     return row("SIGTERM, SIGINT", name, count, good * equal, f"saved itself, resumed each time; {IDENTICAL}")
 

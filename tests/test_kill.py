@@ -6,22 +6,18 @@ looks for itself: a kill inside a checkpoint's write has left the unfinished fil
 landings. benchmarks/faults.py counts these and other faults for docs/reference/reliability.md.
 """
 
-import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
+import kill_child
 from cmcl.training.checkpoint import Checkpoints
 
-ROOT = Path(__file__).parents[1]
 KILLS, SEED = 25, 20260
 STEPS = 80  # 5 an epoch
 
@@ -31,69 +27,8 @@ SETTINGS = {  # of the recipe
 }
 WRITES = ("write: nothing yet", "write: half", "write: all", "write: before fsync")
 
-# Where a run can be. Each place is announced on stdout, and left only when the parent allows it.
-CHILD = '''
-import os, sys, time
-sys.path[:0] = [sys.argv[1], sys.argv[2]]
-from pathlib import Path
-import cmcl._files, cmcl.training.checkpoint
-from cmcl.training import batches, checkpoint, monitor, step
-from dataclasses import replace
-import test_train as t
-
-def tell(place):
-    """The parent answers with a line, or kills."""
-    print(place, flush=True)
-    if sys.stdin.readline() != "go\\n":
-        os._exit(3)
-
-def before(owner, name, place):
-    function = getattr(owner, name)
-    def announced(*arguments, **options):
-        tell(place(*arguments))
-        return function(*arguments, **options)
-    setattr(owner, name, announced)
-
-class Half(type(Path())):
-    """A path whose bytes are written in two halves."""
-    def write_bytes(self, data):
-        with open(self, "wb", buffering=0) as file:
-            file.write(data[: len(data) // 2])
-            tell("write: half of the file")
-            file.write(data[len(data) // 2 :])
-        tell("write: all of the file")
-
-replacing = checkpoint.replacing
-from contextlib import contextmanager
-@contextmanager
-def announced_replacing(path, **options):
-    with replacing(path, **options) as part:
-        tell("write: nothing yet")
-        yield Half(part)
-
-checkpoint.replacing = announced_replacing
-def file_of(handle):
-    name = os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))
-    if name.startswith(".step-"):
-        return "write: before fsync of the file"
-    return "after a rename, before fsync of the folder" if name == "checkpoints" else "before fsync of the rows"
-
-before(os, "fsync", file_of)
-before(checkpoint.Checkpoints, "_remove_all_but", lambda *_: "after a checkpoint, older ones still there")
-before(step.Step, "__call__", lambda *_: "before a step")
-before(step.Step, "forward", lambda *_: "inside a step: forward")
-before(monitor.TelemetryFile, "write", lambda *_: "before a row")
-before(monitor.TelemetryFile, "__init__", lambda *_: "before rewinding the rows")
-before(batches.Resident, "advance", lambda *_: "inside a step: weights changed")
-
-import json
-recipe = replace(t.RECIPE, epochs=None, steps=int(sys.argv[4]), **json.loads(sys.argv[5]))
-ensemble = t.small()
-t.fit(ensemble, t.data(), recipe=recipe, seed=2, out=sys.argv[3],
-      resume=checkpoint.last_step(Path(sys.argv[3])) is not None,
-      options=replace(t.QUIET, checkpoint_seconds=0.0))
-print("done", flush=True)
-'''
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["__main__", "pytest", "cmcl.training", "torch._dynamo"])  # what takes time
 
 
 @dataclass
@@ -114,41 +49,39 @@ class Child:
     """The run in a process of its own, which goes from place to place only when told to."""
 
     def __init__(self, folder, settings=None):
-        command = [sys.executable, "-W", "ignore", "-c", CHILD, str(ROOT / "src"), str(ROOT / "tests")]
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [*command, str(folder), str(STEPS), json.dumps(settings or {})],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self.moment = 0
+        self.folder, self.moment = folder, 0
+        self.connection, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=kill_child.train, args=(theirs, folder, STEPS, settings or {}))
+        self.process.start()
+        theirs.close()
 
     def next(self):
         """The place it is at now; "done" at the end."""
-        place = self.process.stdout.readline().strip()
-        assert place, f"the child ended by itself, with {self.process.wait()}"
         self.moment += 1
-        return place
+        try:
+            return self.connection.recv()
+        except EOFError:
+            raise AssertionError(f"the child ended by itself, with {self.wait()}") from None
 
     def go(self):
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
+        self.connection.send("go")
+
+    def signal(self, number):
+        os.kill(self.process.pid, number)
+
+    def wait(self):
+        """Its exit code."""
+        self.process.join()
+        self.connection.close()
+        return self.process.exitcode
 
     def kill(self, place, waiting):
-        self.process.send_signal(signal.SIGKILL)
-        self.close()
-        assert self.process.returncode == -signal.SIGKILL
+        self.signal(signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL
         checkpoints = self.folder / "checkpoints"
         parts = list(checkpoints.glob(".step-*.part"))
         steps = [int(path.name.split("-")[1]) for path in checkpoints.glob("step-*")]
         return Landing(place, waiting, len(parts), max(steps, default=0))
-
-    def close(self):
-        with suppress(BrokenPipeError, ValueError):
-            self.process.communicate()
 
 
 def killed_run(folder, settings=None, kills=KILLS, seed=SEED):
@@ -168,7 +101,7 @@ def killed_run(folder, settings=None, kills=KILLS, seed=SEED):
                 break
             child.go()
         else:
-            child.close()
+            child.wait()
             raise AssertionError(f"the run was over after {len(landings)} kills: give it more steps")
     return landings
 
@@ -178,8 +111,7 @@ def run_on(folder, settings=None):
     child = Child(folder, settings)
     while child.next() != "done":
         child.go()
-    child.close()
-    assert child.process.returncode == 0
+    assert child.wait() == 0
     return Checkpoints(folder / "checkpoints").latest()
 
 
@@ -204,8 +136,6 @@ def table(landings):
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_killed_25_times_and_bit_identical(tmp_path, settings):
-    from test_train import told
-
     expected = run_on(tmp_path / "whole", settings)
     landings = killed_run(tmp_path / "killed", settings)
     last = run_on(tmp_path / "killed", settings)
@@ -216,5 +146,5 @@ def test_killed_25_times_and_bit_identical(tmp_path, settings):
         assert not landing.waiting or landing.in_a_write == landing.place.startswith("write"), landing
     assert len({landing.place for landing in landings}) >= 5
     assert same_end(last, expected)
-    assert told(tmp_path / "killed") == told(tmp_path / "whole")
+    assert kill_child.test_train.told(tmp_path / "killed") == kill_child.test_train.told(tmp_path / "whole")
     assert not list((tmp_path / "killed" / "checkpoints").glob(".*"))
