@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from defaults import CHOSEN_ON, HELD_OUT, effect, friedman, load, split
+from defaults import CHOSEN_ON, HELD_OUT, effect, friedman, holm, load, split
 from scipy import stats
 from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.exceptions import ConvergenceWarning
@@ -192,20 +192,34 @@ def _compared(title: str, runs: list[Run]) -> str:
         lines += ["", f"Friedman test over datasets: {friedman(errors)}"]
     lines += [
         "",
-        "CMCL against each, over datasets (Wilcoxon signed ranks; effect size: matched-pairs rank-biserial):",
+        "CMCL against each, over datasets (Wilcoxon signed ranks; effect size: matched-pairs rank-biserial);",
+        "* p < 0.05 on that dataset alone, paired t-tests over seeds with Holm's correction:",
     ]
     for model in models[1:]:
         gaps, more = (
             means(key, "CMCL", model) - means(key, model, "CMCL") for key in ("test", "test log loss")
         )
         p, p_loss = (stats.wilcoxon(g).pvalue if g.any() else 1.0 for g in (gaps, more))
-        worse = ", ".join(name for name, gap in zip(names, gaps, strict=True) if gap > 0)
+        pairs = [(found["CMCL", n], found[model, n]) for n in names]  # of the same splits, over seeds
+        single = holm(np.array([_paired(*pair) for pair in pairs])) < 0.05
+        worse = ", ".join(
+            f"{name}{'*' if sure else ''}"
+            for name, gap, sure in zip(names, gaps, single, strict=True)
+            if gap > 0
+        )
         lines.append(
-            f"{model:14} difference {gaps.mean():+6.2f}  lower on {(gaps < 0).sum()}, equal on "
-            f"{(gaps == 0).sum()} of {len(names)}  p = {p:.3g}  effect {effect(gaps):+.2f}  higher on: "
-            f"{worse or 'none'}; log loss lower on {(more < 0).sum()}, p = {p_loss:.3g}"
+            f"{model:14} difference {gaps.mean():+6.2f}  lower on {(gaps < 0).sum()} "
+            f"(*{single[gaps < 0].sum()}), equal on {(gaps == 0).sum()} of {len(names)}  p = {p:.3g}  effect "
+            f"{effect(gaps):+.2f}  higher on: {worse or 'none'}; log loss lower on {(more < 0).sum()}, "
+            f"p = {p_loss:.3g}"
         )
     return "\n".join(lines)
+
+
+def _paired(ours: dict[int, Run], theirs: dict[int, Run]) -> float:
+    """The p-value of a paired t-test of the errors, over the seeds of both."""
+    a, b = ([runs[seed]["test"] for seed in sorted(ours.keys() & theirs.keys())] for runs in (ours, theirs))
+    return 1.0 if len(a) < 2 or a == b else float(stats.ttest_rel(a, b).pvalue)
 
 
 def main() -> None:
