@@ -219,6 +219,25 @@ def test_captured_and_eager_steps_draw_the_same(name):
         assert apart < close
 
 
+@pytest.mark.parametrize("how", [{}, {"compile": False}, {"compile": False, "capture": False}], ids=str)
+def test_stacked_members_train_as_members_in_turn(how):
+    """Without random draws, in a graph or not."""
+    x = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
+    recipe = replace(RECIPE, labels="exact", sharing=False, lr=0.01)
+
+    def run(members, **options):
+        torch.manual_seed(0)
+        ensemble = Ensemble(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)), M)
+        start = learned(ensemble)
+        settings = Options(quiet=True, precision="float32", members=members, device="cuda", **options)
+        with only_our_warnings():
+            fit(ensemble, (x, x[:, :4].argmax(1)), recipe=recipe, options=settings)
+        return start, {name: value.cpu() for name, value in learned(ensemble).items()}
+
+    (start, ours), (_, theirs) = run("stacked", **how), run("sequential", compile=False, capture=False)
+    assert distance(ours, theirs, start) < 1e-3
+
+
 def test_other_draws_would_be_noticed():
     """The yardstick: what the tolerance is compared with."""
     start = learned(build())
