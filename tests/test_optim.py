@@ -1,4 +1,6 @@
-"""Weight decay where a layer's weight is computed: it falls on what the weight is computed from."""
+"""The optimizers, what weight decay falls on, and averaged weights."""
+
+from contextlib import suppress
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
 from cmcl import Ensemble, Recipe
-from cmcl.training.optim import make_optimizer
+from cmcl.training.optim import WeightAverage, make_optimizer, set_lr
 
 RECIPE = Recipe(members=2, steps=1, lr=0.5, momentum=0.0, weight_decay=0.2)
 
@@ -88,3 +90,75 @@ def test_parameters_that_are_shared_or_frozen():
     member[2].requires_grad_(False)
     optimizer = make_optimizer(Ensemble([member, nn.Linear(4, 4)]), RECIPE)
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("sgd", torch.optim.SGD), ("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)]
+)
+def test_the_optimizer_that_is_asked_for(name, kind):
+    ensemble = Ensemble(lambda: nn.Linear(4, 4), 2)
+    optimizer = make_optimizer(ensemble, Recipe(members=2, steps=1, optimizer=name, weight_decay=0.2, lr=0.5))
+    assert type(optimizer) is kind
+    found = [(len(group["params"]), group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
+    assert found == [(2, 0.2, 0.5), (2, 0.0, 0.5)]
+    set_lr(optimizer, 0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+
+
+def test_without_decay_there_is_one_group_in_the_same_order():
+    ensemble = Ensemble(lambda: nn.Linear(4, 4), 2)
+    plain = make_optimizer(ensemble, Recipe(members=2, steps=1))
+    with_decay = make_optimizer(ensemble, RECIPE)
+    assert len(plain.param_groups) == 1
+    assert list(map(id, plain.state)) == list(map(id, with_decay.state))
+
+
+class TestWeightAverage:
+    def networks(self):
+        ensemble = Ensemble(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), 2)
+        return (
+            ensemble,
+            [m[0].weight for m in ensemble.members],
+            [m[1].running_mean for m in ensemble.members],
+        )
+
+    def set_to(self, tensors, value):
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.fill_(value)
+
+    def test_by_hand(self):
+        """Over 4 steps: 3/4 of the last average and 1/4 of the weights."""
+        ensemble, weights, means = self.networks()
+        self.set_to([*weights, *means], 0.0)
+        average = WeightAverage(ensemble, 4)
+        for value in (16.0, 32.0):  # 4, then 3 + 8
+            self.set_to([*weights, *means], value)
+            average.update()
+        assert [average.of([t])[0].unique().tolist() for t in (*weights, *means)] == [[11.0]] * 4
+
+    def test_over_less_than_a_step_it_is_the_weights(self):
+        ensemble, weights, _ = self.networks()
+        average = WeightAverage(ensemble, 0.5)
+        self.set_to(weights, 3.0)
+        average.update()
+        assert average.of(weights)[1].unique().tolist() == [3.0]
+
+    def test_swapped_for_a_block(self):
+        ensemble, weights, means = self.networks()
+        self.set_to([*weights, *means], 1.0)
+        average = WeightAverage(ensemble, 4)
+        self.set_to([*weights, *means], 5.0)
+        with suppress(KeyError), average.used():
+            during = [t.unique().item() for t in (*weights, *means)]
+            raise KeyError
+        assert during == [1.0] * 4
+        assert [t.unique().item() for t in (*weights, *means)] == [5.0] * 4
+
+    def test_only_members_of_this_process_are_updated(self):
+        ensemble, weights, _ = self.networks()
+        self.set_to(weights, 0.0)
+        average = WeightAverage(ensemble, 2, slice(1, 2))
+        self.set_to(weights, 4.0)
+        average.update()
+        assert [t.unique().item() for t in average.of(weights)] == [0.0, 2.0]
