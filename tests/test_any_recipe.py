@@ -14,7 +14,7 @@ from cmcl import Ensemble, Options, Recipe, fit
 from cmcl.training import Interrupted
 from test_train import before_step, data, identical, interrupt, told, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore:the run ends in its warm start", "ignore:.*won under a tenth")
+pytestmark = pytest.mark.filterwarnings("ignore:the run ends in its warm start", "ignore:.*under a tenth")
 
 
 def network():

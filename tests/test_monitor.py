@@ -139,7 +139,7 @@ class TestDivergence:
         assert monitor.diverged.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.filterwarnings("ignore:.*won under a tenth")
+@pytest.mark.filterwarnings("ignore:.*under a tenth")
 class TestDeadMembers:
     # 4 members, overlap 1: the fair share is 0.25, a tenth of it 0.025.
     def dead(self, monitor, fractions):
@@ -149,7 +149,7 @@ class TestDeadMembers:
 
     def test_after_three_epochs_and_once(self):
         monitor = Monitor(4, 1, 1, CPU)
-        with pytest.warns(UserWarning, match="won under a tenth") as seen:
+        with pytest.warns(UserWarning, match="under a tenth") as seen:
             found = [self.dead(monitor, [0.5, 0.4, 0.08, 0.02]) for _ in range(6)]
         assert (found, len(seen)) == ([[], [], [3], [], [], []], 1)
 

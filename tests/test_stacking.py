@@ -2,8 +2,8 @@
 
 import copy
 import pickle
-import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -23,56 +23,23 @@ def sequential():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
+def nested():
+    body = nn.Sequential(nn.Linear(6, 8, bias=False), nn.GELU(approximate="tanh"))
+    return nn.Sequential(nn.Flatten(), body, nn.Sequential(nn.Identity(), nn.Linear(8, 4)))
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.block, self.last = nn.Linear(6, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 4)
 
     def forward(self, x):
-        h = F.gelu(self.first(x))
-        return self.last(h + F.relu(self.block(h)))
+        return self.last(x + F.relu(self.first(x)))
 
 
-class Flattens(Residual):
+class Scaled(nn.Sequential):
     def forward(self, x):
-        return self.last(self.first(x).flatten(1))
-
-
-class MixesTheBatch(Residual):
-    def forward(self, x):
-        return self.last(self.first(x).softmax(1))
-
-
-class MixesInTraining(Residual):
-    def forward(self, x):
-        return self.last(self.first(x).softmax(1) if self.training else self.first(x))
-
-
-class Counts(Residual):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x)
-
-
-class DrawsInPython(Residual):
-    def forward(self, x):
-        return super().forward(x) * (0.5 + random.random())
-
-
-class Tied(Residual):
-    def __init__(self):
-        super().__init__()
-        self.again = nn.Linear(8, 8, bias=False)
-        self.again.weight = self.block.weight
-
-
-class Steep(nn.Sequential):
-    slopes = iter([0.1, 0.2, 0.3, 0.4, 0.5])
-
-    def __init__(self):
-        super().__init__(nn.Linear(6, 8), nn.LeakyReLU(next(Steep.slopes)), nn.Linear(8, 4))
+        return super().forward(x) * 2
 
 
 def ensemble(network=sequential, members=3, **options):
@@ -84,79 +51,101 @@ def linear(layers):
     return nn.Sequential(*layers, nn.Linear(6, 4))
 
 
+SLOPES = iter(range(1, 9))
+
+
+def slopes():
+    return linear([nn.Linear(6, 6), nn.LeakyReLU(next(SLOPES) / 10)])
+
+
+def tied():
+    network = linear([nn.Linear(6, 6), nn.Linear(6, 6)])
+    network[1].weight = network[0].weight
+    return network
+
+
+def with_a_parameter_more():
+    network = linear([])
+    network[0].extra = nn.Parameter(torch.ones(1))
+    return network
+
+
 class TestStackable:
-    @pytest.mark.parametrize("network", [sequential, Residual])
-    @pytest.mark.parametrize("share_after", [None, 0])
-    def test_networks_of_linear_layers(self, network, share_after):
-        layer = {sequential: "0", Residual: "first"}[network] if share_after == 0 else None
-        assert stackable(ensemble(network, share_after=layer), X[:2])
-
-    def test_inputs_that_the_network_flattens_itself(self):
-        own = ensemble(lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 4)))
-        assert stackable(own, X[:2].reshape(2, 1, 2, 3))
-
-    def test_dropout_and_outputs_in_a_dict(self):
-        class Named(Residual):
-            def forward(self, x):
-                return {"logits": super().forward(F.dropout(x, 0.0))}
-
-        assert stackable(ensemble(Named, output=lambda found: found["logits"]), X[:2])
-        assert stackable(ensemble(lambda: linear([nn.Dropout(0.5)])), X[:2])
-
     @pytest.mark.parametrize(
-        "network", [Flattens, MixesTheBatch, MixesInTraining, Counts, DrawsInPython, Tied, Steep]
+        ("network", "share_after"),
+        [
+            (sequential, None),
+            (sequential, "0"),
+            (sequential, "3"),
+            (nested, None),
+            (nested, "1"),
+            (nested, "1.0"),
+        ],
     )
-    def test_not_what_would_compute_something_else(self, network):
+    def test_chains_of_linear_layers(self, network, share_after):
+        assert stackable(ensemble(network, share_after=share_after), X[:2])
+
+    def test_layers_before_the_first_linear_one(self):
+        x = X[:2].reshape(2, 1, 2, 3)
+        assert stackable(ensemble(lambda: linear([nn.ReLU(), nn.Flatten()])), x)
+        for layer in (nn.ReLU(), nn.Flatten(2), nn.Flatten(0), nn.Flatten(1, 2), nn.Unflatten(1, (2, 3))):
+            assert not stackable(ensemble(lambda layer=layer: linear([copy.deepcopy(layer)])), x)
+
+    def test_dropout_only_where_each_member_draws_its_own(self):
+        assert stackable(ensemble(lambda: linear([nn.Linear(6, 6), nn.Dropout(0.5)])), X[:2])
+        assert not stackable(ensemble(lambda: linear([nn.Dropout(0.5)])), X[:2])
+        assert not stackable(ensemble(lambda: linear([nn.Linear(6, 6), nn.Dropout1d(0.5)])), X[:2])
+
+    @pytest.mark.parametrize("network", [Residual, slopes, tied, with_a_parameter_more])
+    def test_not_what_could_compute_something_else(self, network):
         assert not stackable(ensemble(network), X[:2])
+        assert not stackable(ensemble(lambda: Scaled(nn.Linear(6, 4))), X[:2])
 
     @pytest.mark.parametrize(
         "layer",
         [
             lambda: nn.BatchNorm1d(6),
             lambda: nn.LayerNorm(6),
-            lambda: nn.Bilinear(6, 6, 6),
+            lambda: nn.Softmax(1),
+            lambda: nn.PReLU(),
+            lambda: nn.Flatten(),
+            lambda: Scaled(nn.Linear(6, 6)),
             lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
-            lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
         ],
     )
     def test_not_other_layers(self, layer):
-        assert not stackable(ensemble(lambda: linear([layer()])), X[:2])
+        assert not stackable(ensemble(lambda: linear([nn.Linear(6, 6), layer()])), X[:2])
 
     def test_not_what_is_shared_before_the_members_differ(self):
         own = ensemble(lambda: linear([nn.Identity()]), share_after="0", share_at_test="off")
         assert not stackable(own, X[:2])
 
     def test_not_members_of_several_kinds(self):
-        own = cmcl.Ensemble([linear([]), linear([nn.Linear(6, 6)])])
-        assert not stackable(own, X[:2])
+        assert not stackable(cmcl.Ensemble([linear([]), linear([nn.Linear(6, 6)])]), X[:2])
+        frozen = ensemble()
+        frozen.members[1][0].requires_grad_(False)
+        assert not stackable(frozen, X[:2])
+
+    def test_not_members_that_have_a_layer_in_common(self):
+        head = nn.Linear(8, 4)
+        assert not stackable(ensemble(lambda: nn.Sequential(nn.Linear(6, 8), head)), X[:2])
 
     def test_not_with_hooks(self):
         own = ensemble()
-        own.members[1][0].register_forward_hook(lambda *args: None)
+        handle = own.members[1][0].register_forward_hook(lambda *args: None)
+        assert not stackable(own, X[:2])
+        handle.remove()
+        assert stackable(own, X[:2])
+        own.members[2][0].weight.register_hook(lambda gradient: gradient * 0)
         assert not stackable(own, X[:2])
 
-    def test_trying_leaves_no_trace(self):
-        own = ensemble(share_after="0").train()
-        weights, state = copy.deepcopy(own.state_dict()), torch.get_rng_state()
-        assert stackable(own, X[:2])
-        assert own.training
-        assert torch.equal(torch.get_rng_state(), state)
-        assert all(
-            torch.equal(a, b) for a, b in zip(weights.values(), own.state_dict().values(), strict=True)
-        )
-
-    def test_a_head_that_starts_at_zero_hides_nothing(self):
-        class Zero(MixesTheBatch):
-            def __init__(self):
-                super().__init__()
-                nn.init.zeros_(self.last.weight)
-                nn.init.zeros_(self.last.bias)
-
-        assert not stackable(ensemble(Zero), X[:2])
+    def test_not_with_layers_on_top_of_the_members(self):
+        assert not stackable(ensemble(output=nn.Linear(4, 4)), X[:2])
+        assert not stackable(ensemble(output=lambda logits: logits / 2), X[:2])
 
 
 class TestStacked:
-    @pytest.mark.parametrize("network", [sequential, Residual])
+    @pytest.mark.parametrize("network", [sequential, nested])
     def test_logits_and_gradients(self, network):
         whole, own = ensemble(network), ensemble(network)
         stacked = Stacked(own)
@@ -165,7 +154,7 @@ class TestStacked:
         for logits in (ours, theirs):
             cmcl.confident_oracle_loss(logits, Y).backward()
         for parameter, expected in zip(own.parameters(), whole.parameters(), strict=True):
-            row, m = stacked.places[parameter]
+            row, m = stacked.rows[parameter]
             torch.testing.assert_close(row.grad[m], expected.grad)
 
     def test_members_see_what_is_trained(self):
@@ -194,6 +183,12 @@ class TestStacked:
         for member in own.members:
             member[0].requires_grad_(False)
         assert [p.requires_grad for p in Stacked(own).network.parameters()] == [False] * 2 + [True] * 4
+
+    def test_it_is_in_train_mode_whatever_the_members_are(self):
+        stacked = Stacked(ensemble(lambda: linear([nn.Linear(6, 6), nn.Dropout(0.5)])).eval())
+        assert all(part.training for part in stacked.network.modules())
+        rows = stacked.logits(X[:1].expand(2, -1))
+        assert not torch.equal(rows[:, 0], rows[:, 1])
 
     def test_small_layers_and_batches_pay(self):
         def sizes(inputs, outputs):
@@ -243,6 +238,32 @@ class TestFit:
             trained({"steps": 100, "epochs": None}, members)
         assert (calls[StackedLinear] >= 3 * 100) == expected
         assert (calls[nn.Linear] >= 3 * 3 * 100) != expected
+
+    @pytest.mark.parametrize(
+        ("how", "options"),
+        [
+            ({"adversarial": 0.01}, {}),
+            ({"optimizer": "muon"}, {}),
+            ({}, {"task": partial(F.cross_entropy, reduction="none")}),
+        ],
+    )
+    def test_not_where_members_must_be_apart(self, how, options):
+        calls = Counter()
+        with register_module_forward_pre_hook(lambda module, args: calls.update([type(module)])):
+            trained(how, "stacked", **options)
+        assert calls[StackedLinear] == 0
+
+    def test_parts_of_a_batch_decide_whether_it_pays(self):
+        for how, expected in (({"batch_size": 48}, 0), ({"batch_size": 48, "accumulate": 2}, 1)):
+            torch.manual_seed(0)
+            own = cmcl.Ensemble(lambda: nn.Sequential(nn.Linear(6, 512), nn.Linear(512, 4)), 3)
+            calls = Counter()
+            recipe = Recipe(members=3, steps=2, **how)
+            with register_module_forward_pre_hook(
+                lambda module, args, seen=calls: seen.update([type(module)])
+            ):
+                cmcl.fit(own, (X, Y), recipe=recipe, options=Options(quiet=True, device="cpu"))
+            assert (calls[StackedLinear] > 0) == bool(expected)
 
     def test_auto_is_stacked_here(self):
         one, other = (trained({}, members)[0] for members in ("auto", "stacked"))

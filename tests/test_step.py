@@ -219,6 +219,21 @@ class TestAgainstAPlainLoop:
         assert difference(weights(ours), weights(free)) > 1e-2
 
 
+def test_gradients_of_a_head_on_top_of_the_members_do_not_add_up():
+    torch.manual_seed(0)
+    ensemble = Ensemble(lambda: nn.Linear(6, 8), 2, output=nn.Linear(8, CLASSES))
+    x, y = torch.randn(N, 6), torch.randint(CLASSES, (N,))
+    recipe = Recipe(members=2, steps=4, batch_size=N, method="ie", lr=1e-9)
+    state = TrainState(ensemble, recipe, 0, CLASSES, 4)
+    step = Step(state, Resident(x, y, N, 0, CPU), objective=recipe.objective)
+    norms = []
+    for epoch in range(3):
+        step.batches.seek(epoch, epoch)
+        step()
+        norms.append(ensemble.output.weight.grad.norm())
+    torch.testing.assert_close(norms[1:], norms[:1] * 2)
+
+
 class TestAccumulation:
     """Without batch normalisation and random draws, pieces add up to the whole (float32: 1e-6)."""
 

@@ -93,7 +93,7 @@ def confident_oracle_loss(
             is cross-entropy; class weights, label smoothing and soft targets come this way.
         ignore_index: pixels (or examples) with this target count 0. The mean stays over the whole batch.
         generator: source of the sampled labels. It does not pass through torch.compile.
-        part: what the logits are of an ensemble that several processes train. The others compute the rest.
+        part: which members and examples the logits belong to, if several processes train the ensemble.
 
     Returns:
         An `OracleLoss`. `task` and `kl` are exact whatever `labels` says: only `total` is sampled.
@@ -119,8 +119,9 @@ def confident_oracle_loss(
         _checks.choice("others", others, ("uniform", "none"))
         kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
     if task is None:  # cross-entropy
-        values = -log_p.gather(2, targets.long().expand(len(logits), *targets.shape).unsqueeze(2))
-        values = values.squeeze(2)  # (M, B, ...)
+        every = targets.long().expand(len(logits), *targets.shape).flatten(0, 1)  # (M * B, ...)
+        values = F.nll_loss(log_p.flatten(0, 1), every, reduction="none")
+        values = values.unflatten(0, logits.shape[:2])  # (M, B, ...)
     else:
         values = torch.stack([_checks.unreduced(task(z, targets), z[:, 0]) for z in logits])
     drawn = _draw(labels, log_p, samples, generator, part)  # (S, M, B, ...), or None

@@ -322,6 +322,12 @@ def problem(module: nn.Module) -> str | None:
     return "it has hooks" if any(getattr(module, hooks) for hooks in _HOOKS) else None
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether something happens to the gradient of a parameter."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, name, None) for name in names)
+
+
 def _check_plain(module: nn.Module) -> None:
     if reason := problem(module):
         raise TypeError(f"{type(module).__name__}: {reason}, which a split inside it would leave out")

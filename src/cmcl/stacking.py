@@ -1,21 +1,35 @@
-"""Members as one: alike networks of linear layers computed together, by batched matrix products.
+"""Members as one: chains of linear layers computed together, by batched matrix products.
 
 A copy of one member gets the weights of all: those of a linear layer are (M, O, I), and it returns (M, B, O).
-The rest of the network's own code then computes all members at once, if it works along the last axis only.
-`stackable` tries that and compares. Any other network runs as M modules.
+Element-wise layers work on that as they are. Any other network runs as M modules.
 
 M members, B batch, I inputs and O outputs of a layer.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .ensemble import Ensemble
-from .splitting import attributes, check_side_effects, copied, differ, isolated, problem, random_states
+from .splitting import has_hooks, problem
+
+DROPOUT = (nn.Dropout, nn.AlphaDropout)
+ELEMENTWISE = (
+    *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
+    *(
+        nn.Tanh,
+        nn.Hardtanh,
+        nn.Sigmoid,
+        nn.Hardsigmoid,
+        nn.LogSigmoid,
+        nn.Softplus,
+        nn.Softsign,
+        nn.Hardswish,
+    ),
+)
 
 
 class StackedLinear(nn.Linear):
@@ -43,7 +57,7 @@ def _stack(parameters: Sequence[Tensor]) -> nn.Parameter:
 
 
 class Stacked:
-    """The members of an ensemble as one network, whose parameters are (M, ...).
+    """The members of an ensemble as one network in train mode, whose parameters are (M, ...).
 
     The members' own parameters become views of them: what trains one trains the other.
     """
@@ -52,57 +66,80 @@ class Stacked:
         self.ensemble = ensemble
         members = list(ensemble.members)
         layers = zip(*(member.modules() for member in members), strict=True)
-        stacks: dict[int, Any] = {id(own[0]): StackedLinear(own) for own in layers if _is_linear(own[0])}
-        self.network: nn.Module = copy.deepcopy(members[0], stacks)  # with these instead of its layers
-        # of each member's parameter: the stacked one, and its place there
-        self.places: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}
+        stacks: dict[int, Any] = {
+            id(own[0]): StackedLinear(own) for own in layers if type(own[0]) is nn.Linear
+        }
+        self.network: nn.Module = copy.deepcopy(members[0], stacks).train()  # with these, not its layers
+        # of each member's parameter: the stacked one, and the row there
+        self.rows: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}
         for name, whole in self.network.named_parameters():
             for m, member in enumerate(members):
                 own = member.get_parameter(name)
                 own.data = whole.data[m]
-                self.places[own] = whole, m
-
-    def stem(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Features (M, B, ...) of inputs (B, ...), and what else the trunk needs."""
-        return self.ensemble.stems[0](self.network, x)
-
-    def trunk(self, h: Tensor, rest: Any) -> Any:
-        """What the members return for their features, stacked."""
-        return self.ensemble.trunks[0](self.network, h, rest)
+                self.rows[own] = whole, m
 
     def logits(self, x: Tensor) -> Tensor:
-        """`Ensemble.forward`: logits (M, B, C, ...) of inputs (B, ...)."""
-        h, rest = self.stem(x)
-        if self.ensemble.share_after is not None:
-            h = torch.stack(self.ensemble.share(h.unbind()))
-        output = self.trunk(h, rest)
-        logits: Tensor = output if self.ensemble.output is None else self.ensemble.output(output)
+        """`Ensemble.forward`: logits (M, B, C) of inputs (B, ...)."""
+        ensemble = self.ensemble
+        h, rest = ensemble.stems[0](self.network, x)
+        if ensemble.share_after is not None:
+            h = torch.stack(ensemble.share(h.unbind()))
+        logits: Tensor = ensemble.trunks[0](self.network, h, rest)
         return logits
 
     def release(self) -> None:
         """Give the members' parameters memory of their own again."""
-        for own in self.places:
+        for own in self.rows:
             own.data = own.data.clone()
 
 
 def stackable(ensemble: Ensemble, x: Tensor) -> bool:
-    """Whether `Stacked` computes what the members compute, tried on copies with inputs (B, ...)."""
+    """Whether the members are alike chains of layers that `Stacked` knows, for inputs (B, ...)."""
     members = list(ensemble.members)
-    parameters = [p for member in members for p in member.parameters()]
-    if (
-        ensemble.shared_stem is not None
-        or len({repr(member) for member in members}) > 1
-        or len({(*map(id, pieces),) for pieces in zip(ensemble.stems, ensemble.trunks, strict=True)}) > 1
-        or len(set(parameters)) < sum(len(list(m.parameters(False))) for m in ensemble.members.modules())
-        or any(True for _ in ensemble.buffers())
-        or not all(_is_linear(m) or not list(m.parameters(False)) for m in ensemble.members.modules())
-        or any(problem(part) for part in ensemble.members.modules())
-    ):
+    parts = list(ensemble.members.modules())
+    linear = [part for member in members for part in member.modules() if type(part) is nn.Linear]
+    own = [p for layer in linear for p in (layer.weight, layer.bias) if p is not None]
+    trained = {tuple(p.requires_grad for p in member.parameters()) for member in members}
+    return (
+        ensemble.output is None
+        and ensemble.shared_stem is None
+        and len({repr(member) for member in members}) == len(trained) == 1
+        and _is_chain(members[0], x, ensemble.share_after)
+        # nothing but these layers has parameters, no two of them the same, and none is more than that
+        and len(own) == len(set(own))
+        and set(own) == set(ensemble.parameters())
+        and not any(True for _ in ensemble.buffers())
+        and len({(p.dtype, p.device, type(p)) for p in own}) == 1
+        and not any(map(has_hooks, own))
+        and not any(map(problem, parts))
+    )
+
+
+def _is_chain(member: nn.Module, x: Tensor, share_after: str | None) -> bool:
+    layers = list(_layers(member))
+    kinds = [type(layer) for layer in layers]
+    if nn.Linear not in kinds:
         return False
-    try:
-        return all(_computes_the_same(ensemble, x, training=mode) for mode in (True, False))
-    except Exception:  # whatever the network's own code raises on other shapes
-        return False
+    first = kinds.index(nn.Linear)
+    flat = [layer for layer in layers[:first] if isinstance(layer, nn.Flatten)]
+    shared = set(member.get_submodule(share_after or "").modules())
+    # Before the first linear layer all members compute the same: nothing may be drawn or shared there.
+    return (
+        (bool(flat) or x.ndim == 2)
+        and all((layer.start_dim, layer.end_dim) == (1, -1) for layer in flat)
+        and all(kind in (*ELEMENTWISE, nn.Flatten) for kind in kinds[:first])
+        and all(kind in (*ELEMENTWISE, *DROPOUT, nn.Linear) for kind in kinds[first:])
+        and not shared.isdisjoint(layers[first:])
+    )
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of nested `nn.Sequential`, in the order in which they run."""
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        for part in module:
+            yield from _layers(part)
+    else:
+        yield module
 
 
 def pays(ensemble: Ensemble, batch: int) -> bool:
@@ -112,27 +149,3 @@ def pays(ensemble: Ensemble, batch: int) -> bool:
     """
     layers = [layer for layer in ensemble.modules() if isinstance(layer, nn.Linear)]
     return all(layer.weight.numel() <= 2**15 and batch * layer.out_features <= 2**14 for layer in layers)
-
-
-def _computes_the_same(ensemble: Ensemble, x: Tensor, *, training: bool) -> bool:
-    trial = copied(ensemble)
-    assert isinstance(trial, Ensemble)
-    trial.train(training)
-    for part in trial.modules():
-        if isinstance(part, nn.modules.dropout._DropoutNd):
-            part.eval()  # it draws other numbers for stacked features
-    stacked = Stacked(trial)
-    with isolated(x):
-        logits = trial(x)
-        h, _ = trial.stems[0](trial.members[0], x)
-    with isolated(x):
-        before, python = attributes(stacked.network), random_states()[1:]
-        ours = stacked.logits(x)
-        check_side_effects(before, attributes(stacked.network), drawn=python != random_states()[1:])
-        each = stacked.stem(x)[0].shape  # whatever is shared, one for each member
-    apart = trial.share_after is None or each == (len(trial.members), *h.shape)
-    return apart and not differ(ours, logits)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear

@@ -134,7 +134,7 @@ def fit(
             batches = plan.batches()
             steps = recipe.total_steps(batches.examples, batches.batch_size)
             epochs = batches.epoch_of(steps - 1) + 1
-            if plan.stacked:
+            if plan.stack:
                 stacked = Stacked(ensemble)
                 end.callback(stacked.release)
             state = TrainState(ensemble, recipe, plan.seed, plan.monitored_classes, steps, mesh, stacked)

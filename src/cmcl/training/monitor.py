@@ -130,9 +130,9 @@ class Monitor:
         if dead:
             row["dead_members"] = dead
             warn(
-                f"member {dead} won under a tenth of the fair share ({self.fair_share:.0%} of the examples) "
-                f"for {PATIENCE} epochs, and hardly learns. Try a larger overlap, a smaller beta or a warm "
-                "start (a few epochs as an independent ensemble)."
+                f"member {dead} was a specialist for under a tenth of its fair share ({self.fair_share:.0%} "
+                f"of the examples) for {PATIENCE} epochs, and hardly learns. Try a larger overlap, a smaller "
+                "beta or a warm start (a few epochs as an independent ensemble)."
             )
 
 

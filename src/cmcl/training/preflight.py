@@ -54,7 +54,7 @@ class Plan:
     check_targets: Callable[[Tensor], None]  # of a DataLoader's later batches
     frozen: list[nn.Module]  # modules that the user set to eval mode
     augment: Augmentation | None
-    stacked: bool  # whether members run at once, by batched matrix products
+    stack: bool  # whether members train stacked, by batched matrix products
     mesh: Shape  # of the processes that train together
     traffic: Traffic  # between them
 
@@ -150,9 +150,10 @@ def preflight(
         check_targets=check_targets,
         frozen=frozen,
         augment=augment,
-        stacked=_stacked(
-            ensemble, recipe, options, mesh, frozen, inputs_of(transform, images[:2]).to(device)
-        ),
+        stack=task is None
+        and not frozen
+        and mesh == Shape()
+        and _stack(ensemble, recipe, options, device, train, inputs_of(transform, images[:1])),
         mesh=mesh,
         traffic=traffic(mesh, recipe.members, max(_batch_sizes(train, recipe.batch_size), default=0), sizes),
     )
@@ -451,13 +452,15 @@ def _mesh(ensemble: Ensemble, recipe: Recipe, options: Options, train: Data, siz
     return shape
 
 
-def _stacked(
-    ensemble: Ensemble, recipe: Recipe, options: Options, mesh: Shape, frozen: list[nn.Module], inputs: Tensor
+def _stack(
+    ensemble: Ensemble, recipe: Recipe, options: Options, device: torch.device, train: Data, inputs: Tensor
 ) -> bool:
-    """Whether members are to train as one, and can. Adversarial training and Muon look at each by itself."""
-    auto = options.members == "auto" and inputs.device.type == "cpu" and pays(ensemble, recipe.batch_size)
-    apart = recipe.adversarial or recipe.optimizer == "muon" or frozen or mesh != Shape()
-    return (auto or options.members == "stacked") and not apart and stackable(ensemble, inputs)
+    """Whether members train stacked. Adversarial training and Muon need each member's inputs or matrices."""
+    part = max(_batch_sizes(train, recipe.batch_size), default=1) // recipe.accumulate
+    auto = options.members == "auto" and device.type == "cpu" and pays(ensemble, part)
+    if recipe.adversarial or recipe.optimizer == "muon":
+        return False
+    return (auto or options.members == "stacked") and stackable(ensemble, inputs)
 
 
 def _sizes(ensemble: Ensemble, inputs: Tensor, frozen: list[nn.Module]) -> Sizes:

@@ -91,8 +91,8 @@ class TrainState:
         """The optimizer's tensors for each parameter of the members, in the order of its groups."""
         if self.stacked is None:
             return list(self.optimizer.state.values())
-        places = [self.stacked.places[p] for group in parameter_groups(self.ensemble) for p in group]
-        moments = [(self.optimizer.state[whole], m) for whole, m in places]
+        rows = [self.stacked.rows[p] for group in parameter_groups(self.ensemble) for p in group]
+        moments = [(self.optimizer.state[whole], m) for whole, m in rows]
         return [{k: t if t.ndim == 0 else t[m] for k, t in own.items()} for own, m in moments]
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -150,8 +150,9 @@ class Step:
     def __call__(self) -> None:
         """Train on one batch."""
         state, buffers = self.state, self.buffers()
-        for parameter in self.parameters:
-            parameter.grad = None
+        for group in state.optimizer.param_groups:  # as zero_grad does, without what that does besides
+            for parameter in group["params"]:
+                parameter.grad = None
         before = _copies(buffers)
         images, targets = self.batches.current()
         parts = min(state.recipe.accumulate, len(images))  # a DataLoader's last batch may be small
