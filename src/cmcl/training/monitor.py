@@ -20,6 +20,7 @@ from .mesh import MeshPart
 # sums over examples
 BATCH = ("examples", "loss", "task", "kl", "specialist_entropy", "nonspecialist_entropy")
 STEP = ("steps", "gradient_norm")  # sums over steps
+EXAMPLES, LOSS, STEPS, NORM = 0, 1, -2, -1  # where they are among the sums
 PATIENCE = 3  # epochs under a tenth of the fair share that make a member dead
 
 
@@ -66,21 +67,23 @@ class Monitor:
             counted = (targets != ignore_index).reshape(batch, -1).any(1)
             v, others = v & counted, others & counted
         values = torch.stack([loss.task, loss.kl, entropy, entropy])  # (4, M, B)
-        self.sums[0].add_(batch)
-        self.sums[1].add_(loss.total, alpha=batch)
-        self.sums[2 : len(BATCH)].add_(values.where(torch.stack([v, others, v, others]), 0).sum((1, 2)))
+        self.sums[EXAMPLES].add_(batch)
+        self.sums[LOSS].add_(loss.total, alpha=batch)
+        self.sums[LOSS + 1 : len(BATCH)].add_(
+            values.where(torch.stack([v, others, v, others]), 0).sum((1, 2))
+        )
         if len(self.seen) > 1:
             self.assigned.index_add_(1, targets.long(), v.double())
             self.seen.index_add_(0, targets.long(), counted.double())
         else:
             self.assigned.add_(v.sum(1, keepdim=True))
             self.seen.add_(counted.sum())
-        now = torch.where(used.isfinite().all(1), torch.inf, self.sums[-2])  # (M,)
+        now = torch.where(used.isfinite().all(1), torch.inf, self.sums[STEPS])  # (M,)
         self.diverged.copy_(torch.minimum(self.diverged, now))
 
     def count_more(self, loss: Tensor, batch: int) -> None:
         """Add to the loss of a batch that is counted already."""
-        self.sums[BATCH.index("loss")] += loss.detach() * batch
+        self.sums[LOSS] += loss.detach() * batch
 
     def count_step(self, gradient_norm: Tensor) -> Tensor:
         """Add one step; returns 1.0 once a member's loss or gradient has not been finite, else 0.0.
@@ -88,14 +91,14 @@ class Monitor:
         A gradient that is not finite counts for all members if no loss explains it.
         """
         explained, finite = self.diverged.isfinite().any(), gradient_norm.isfinite()
-        self.diverged.copy_(torch.where(finite | explained, self.diverged, self.sums[-2]))
-        self.sums[-2].add_(1)
-        self.sums[-1].add_(gradient_norm)
+        self.diverged.copy_(torch.where(finite | explained, self.diverged, self.sums[STEPS]))
+        self.sums[STEPS].add_(1)
+        self.sums[NORM].add_(gradient_norm)
         return (explained | ~finite).float()
 
     def steps(self) -> int:
         """The steps of this epoch so far; waits for the device."""
-        return int(self.sums[-2])
+        return int(self.sums[STEPS])
 
     def row(self) -> dict[str, Any]:
         """The means of the epoch so far as plain numbers: one copy from the device."""

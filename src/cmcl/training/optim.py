@@ -31,12 +31,9 @@ def parameter_groups(network: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
 def make_optimizer(network: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """The recipe's optimizer for an ensemble, its state ready and on the device, its lr a tensor on CUDA."""
     decayed, free = parameter_groups(network)
-    groups: list[dict[str, Any]] = [{"params": [*decayed, *free], "weight_decay": 0.0}]
-    if recipe.weight_decay:  # each group costs a step of its own
-        groups = [
-            {"params": decayed, "weight_decay": recipe.weight_decay},
-            {"params": free, "weight_decay": 0.0},
-        ]
+    decay = recipe.weight_decay
+    parts = [(decayed, decay), (free, 0.0)] if decay else [([*decayed, *free], 0.0)]  # each costs a step
+    groups = [{"params": params, "weight_decay": value} for params, value in parts]
     device = next(iter((*decayed, *free))).device
     lr: Any = torch.tensor(recipe.lr, device=device) if device.type == "cuda" else recipe.lr
     if recipe.optimizer == "muon":
