@@ -56,7 +56,7 @@ def reproduce(
     """Train what is missing of the paper's tables and figures.
 
     A finished run is never repeated, and an interrupted one resumes: start the same command again, here or on
-    another machine that has the records. With --launcher the command waits for its tasks.
+    another machine that has the records. With --launcher it waits for its tasks; Ctrl-C cancels them.
     """
     if not what and not status:
         raise ValueError(f"name what to reproduce: {WHAT}. Got nothing.")
