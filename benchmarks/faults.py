@@ -109,7 +109,7 @@ def meshes(folder, case, mesh, count):
     whole = test_mesh.uninterrupted(folder / "whole", steps, case)
     moved = test_mesh.largest_difference(test_mesh.final_tensors(folder / "killed").tensors, whole.tensors)
     slowest = max(seconds for *_, seconds in told)
-    where = f"{case} on {mesh}; all others had stopped within {slowest:.0f} s"
+    where = f"{case} on {mesh}; all others had stopped within {slowest:.1f} s"
     outcome = f"torchrun resumed it; the end of one process but for rounding, {moved:.0e} at most"
     return row("SIGKILL of a process", where, count, count * (moved < 1e-4 and slowest < 60), outcome)
 
