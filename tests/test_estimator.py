@@ -78,6 +78,15 @@ def test_default_overlap_fits_the_members(iris, members, overlap):
     assert model.get_params()["overlap"] is None
 
 
+@pytest.mark.parametrize(("rule", "overlap"), [("relaxed", 2), ("annealed", 1)])
+def test_rules_of_assignment(iris, rule, overlap):
+    X, y = iris
+    hard, soft = (small(overlap=None, rule=r, validation=0).fit(X, y) for r in ("hard", rule))
+    assert soft.overlap_ == overlap
+    assert soft.score(X, y) > 0.9
+    assert not np.allclose(soft.predict_proba(X), hard.predict_proba(X))
+
+
 def test_the_overlap_is_chosen(iris):
     """As `fit` chooses it; tests/test_choosing.py has cases where 1, members - 1 and members win."""
     model = small(overlap="auto", epochs=5).fit(*iris)
@@ -444,6 +453,7 @@ WRONG = {
     "overlap": (dict(overlap=7), None, "overlap must be between 1 and 3. Got 7"),
     "hidden": (dict(hidden=0), None, "hidden must be 1 or more. Got 0"),
     "method": (dict(method="bagging"), None, "method must .*bagging"),
+    "rule": (dict(rule="soft"), None, "rule must .*soft"),
     "regression": (dict(), np.linspace(0, 1, 150), "is for classification.*type: continuous.*regression"),
     "too few outputs": (
         dict(network=lambda: nn.Linear(4, 2)),

@@ -47,10 +47,12 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
             shared after "relu".
         members: M, the number of networks.
         method: "cmcl", "mcl" (no KL-to-uniform term) or "ie" (every member learns every example).
-        overlap: K, the number of specialists of each example. None: members - 1, or 1 for MCL. "auto": of
-            1, members - 1 and members (an independent ensemble), by held-out error after short runs.
+        overlap: K, the number of specialists of each example. None: members - 1, or 1 for MCL and for the
+            annealed rule. "auto": of 1, members - 1 and members (an independent ensemble), by held-out error
+            after short runs.
         beta: weight of the KL-to-uniform term.
         labels: "exact", or "sampled" for stochastic labels.
+        rule: how examples are assigned, as in `Recipe`: "hard", "relaxed" or "annealed" (K = 1).
         share_after: submodule after which the members share features.
         hidden: width of the default network. None: 256 for vectors, 64 for images.
         epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
@@ -81,6 +83,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         overlap: int | str | None = None,
         beta: float = 0.25,
         labels: str = "exact",
+        rule: str = "hard",
         share_after: str | None = None,
         hidden: int | None = None,
         epochs: float = 50,
@@ -101,6 +104,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.overlap = overlap
         self.beta = beta
         self.labels = labels
+        self.rule = rule
         self.share_after = share_after
         self.hidden = hidden
         self.epochs = epochs
@@ -184,8 +188,9 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         return learned
 
     def _recipe(self) -> Recipe:
-        names = ("members", "method", "overlap", "beta", "labels", "epochs", "batch_size", "optimizer", "lr")
-        settings = {name: getattr(self, name) for name in (*names, "weight_decay")}
+        method = ("members", "method", "overlap", "beta", "labels", "rule")
+        names = (*method, "epochs", "batch_size", "optimizer", "lr", "weight_decay")
+        settings = {name: getattr(self, name) for name in names}
         return Recipe(**settings, sharing=self.share_after is not None)
 
     def _plan(self) -> dict[str, Any]:
