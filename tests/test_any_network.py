@@ -17,8 +17,8 @@ from lookalikes import KINDS, mlp, vectors
 
 def fit(ensemble, x, y, **settings):
     task, test = settings.pop("task", None), settings.pop("test", None)
+    options = cmcl.Options(quiet=True, device="cpu", members=settings.pop("run", "auto"))
     recipe = cmcl.Recipe(**{"members": 2, "steps": 2, "lr": 0.01} | settings)
-    options = cmcl.Options(quiet=True, device="cpu")
     return cmcl.fit(ensemble, (x, y), recipe=recipe, task=task, test=test, options=options)
 
 
@@ -181,7 +181,8 @@ class TestYourOwnLoss:
     def weights_after(self, task, lr, **changes):
         torch.manual_seed(0)
         ensemble, x, y = Ensemble(mlp, 2), vectors(8), torch.randint(4, (8,))
-        fit(ensemble, x, y, task=task, **{"method": "ie", "steps": 1, "momentum": 0.0, "lr": lr} | changes)
+        settings = {"method": "ie", "steps": 1, "momentum": 0.0, "lr": lr, "run": "sequential"} | changes
+        fit(ensemble, x, y, task=task, **settings)  # stacked members would draw other dropout
         return nn.utils.parameters_to_vector(ensemble.parameters()).detach()
 
     def test_cross_entropy_is_the_default(self):
