@@ -8,11 +8,13 @@ import torch
 from scipy import stats
 
 from cmcl.networks import NETWORKS
-from cmcl.report.figures import save
-from cmcl.report.modern import error_against_seconds, gain_against_size
 from cmcl.reproduction.cells import CELLS, MODERN_CELLS, select
 from cmcl.reproduction.recipes import MODERN_RUNS, RECIPES
 from report_samples import made_record, save_results
+
+pytest.importorskip("altair")
+save = pytest.importorskip("cmcl.report.figures").save
+modern = pytest.importorskip("cmcl.report.modern")
 
 BASES = list(dict.fromkeys(base for base, _, _ in MODERN_RUNS))
 
@@ -72,7 +74,7 @@ ERRORS = {
 
 
 def test_gain_against_size_is_the_difference_with_welchs_interval(tmp_path):
-    figure = gain_against_size(made(ERRORS))
+    figure = modern.gain_against_size(made(ERRORS))
     rows = {(row[0].text, row[1].text): row for row in figure.numbers.rows}
     assert len(rows) == 3, "SVHN has no IE to compare with"
     small = rows["cifar10-resnet20-w8", "CMCL"]
@@ -89,7 +91,7 @@ def test_gain_against_size_is_the_difference_with_welchs_interval(tmp_path):
 
 
 def test_error_against_seconds_has_a_point_for_each_method_and_size(tmp_path):
-    figure = error_against_seconds(made(ERRORS))
+    figure = modern.error_against_seconds(made(ERRORS))
     assert [panel.title for panel in figure.panels] == ["CIFAR-10", "SVHN"]
     rows = {(row[0].text, row[1].text): row for row in figure.numbers.rows}
     assert len(rows) == len(ERRORS)
@@ -105,11 +107,11 @@ def test_error_against_seconds_has_a_point_for_each_method_and_size(tmp_path):
 
 def test_records_of_other_recipes_or_shortened_runs_do_not_count(tmp_path):
     (record,) = made({("cifar10-resnet20-w8", "ie"): [9.0]})
-    assert error_against_seconds([]) is None
-    assert error_against_seconds([made_record("cifar10-resnet20-ie")]) is None
-    assert error_against_seconds([record.model_copy(update={"full_length": False})]) is None
-    assert error_against_seconds([record.model_copy(update={"recipe_hash": "0" * 16})]) is None
-    assert gain_against_size([record]) is None
+    assert modern.error_against_seconds([]) is None
+    assert modern.error_against_seconds([made_record("cifar10-resnet20-ie")]) is None
+    assert modern.error_against_seconds([record.model_copy(update={"full_length": False})]) is None
+    assert modern.error_against_seconds([record.model_copy(update={"recipe_hash": "0" * 16})]) is None
+    assert modern.gain_against_size([record]) is None
 
 
 def test_status_lists_every_cell(cmcl, tmp_path):
