@@ -382,6 +382,25 @@ def test_a_group_of_the_users_that_carries_nothing_on_the_cpu(tmp_path):
     )
 
 
+COPIED = """
+import torch
+from cmcl.training.mesh import Mesh, Shape
+mesh = Mesh(Shape(2, 1), torch.device("cpu"))
+image = torch.full((4, 1, 3, 3), float(mesh.rank)).to(memory_format=torch.channels_last)
+column = torch.arange(6).reshape(2, 3).T * (1 - mesh.rank)
+mesh.copy([image, column])
+print(image.unique().tolist(), column.stride(), column.T.tolist())
+"""
+
+
+def test_tensors_are_copied_in_their_memory_layout(tmp_path):
+    """Weights of one input channel are contiguous and channels last, with other strides."""
+    (tmp_path / "copied.py").write_text(COPIED)
+    code, out, err = run(*torchrun(2, tmp_path / "copied.py"))
+    assert code == 0, err
+    assert out.count("[0.0] (1, 3) [[0, 1, 2], [3, 4, 5]]\n") == 2
+
+
 # Faults: the processes train in steps that wait a little, so that there is time to strike.
 
 SLOW_RUN = """

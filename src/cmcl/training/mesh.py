@@ -276,9 +276,9 @@ class Mesh:
         group = self.groups[axis]
         source = dist.get_global_rank(group, place)
         for tensor in (tensor.detach() for tensor in tensors if tensor.numel()):
-            shipped = tensor.to(self.device).contiguous().reshape(-1).view(torch.uint8)  # of any dtype
-            self.call(dist.broadcast, shipped, source, group=group)
-            tensor.copy_(shipped.view(tensor.dtype).view(tensor.shape))
+            shipped = tensor.to(self.device, copy=True).contiguous()
+            self.call(dist.broadcast, shipped.reshape(-1).view(torch.uint8), source, group=group)  # any dtype
+            tensor.copy_(shipped)
 
     def copy_members(self, tensors: Sequence[Sequence[Tensor]]) -> None:
         """Copy the tensors of each member from the process that trains it to those that do not."""
