@@ -97,7 +97,9 @@ class Bench:
         return [build().to(self.device) for _ in range(members)]
 
     def measure(self, name: str, members: int, function: Callable[[], float]) -> None:
-        """Run a row, unless time is up; `function` returns seconds a step."""
+        """Run a row, unless it was not asked for or time is up; `function` returns seconds a step."""
+        if self.arguments.rows not in name:
+            return
         if time.perf_counter() > self.deadline:
             print(f"  {name}: left out, no time left", file=sys.stderr)
             return
@@ -338,7 +340,7 @@ def measure_network(network: str, arguments: argparse.Namespace, deadline: float
         if bench.rows.keys() >= {"engine, IE", f"engine, IE, {name}"}:
             ratio = bench.rows[f"engine, IE, {name}"].ms / bench.rows["engine, IE"].ms
             print(f"- IE with {name} / IE: {ratio:.2f} (at most 1.1 wanted on an H200)")
-    if not bench.cuda:
+    if not bench.cuda and not arguments.rows:
         ratios = in_turn(bench, recipe)
         print(f"- plain fp32 step / engine step, in turn: median {median(ratios):.3f} of {len(ratios)}")
 
@@ -413,6 +415,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200 if device == "cuda" else 10, help="measured, a row")
     parser.add_argument("--epoch", type=int, default=100 if device == "cuda" else 2, help="steps an epoch")
     parser.add_argument("--batch", type=int, help="images; by default the paper's")
+    parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--augment", action="store_true", help="also measure steps with augmentation")
     parser.add_argument("--device", default=device)
     parser.add_argument("--seconds", type=float, default=230, help="no row is begun after so long")
