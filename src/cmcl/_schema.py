@@ -59,8 +59,10 @@ def _sentence(error: Any, title: str, fields: Sequence[str]) -> str:
         return f"{title} must have a field {name!r}. Got none."
     if "error" in error.get("ctx", {}):  # a ValueError of our own validators, already a whole message
         return str(error["ctx"]["error"])
-    rule = error["msg"][:1].lower() + error["msg"][1:]
-    return f"{name} must be valid: {rule}. Got {_short(error['input'])}."
+    got = f"Got {_short(error['input'])}."
+    if error["msg"].startswith("Input should be "):
+        return f"{name} must be {error['msg'].removeprefix('Input should be ')}. {got}"
+    return f"{name} must be valid: {error['msg'][:1].lower()}{error['msg'][1:]}. {got}"
 
 
 def _short(value: Any) -> str:
