@@ -398,7 +398,7 @@ del mesh  # with its groups, before torch ends the communication
 def test_tensors_are_copied_in_their_memory_layout(tmp_path):
     """Weights of one input channel are contiguous and channels last, with other strides."""
     (tmp_path / "copied.py").write_text(COPIED)
-    code, out, err = run(*torchrun(2, tmp_path / "copied.py"))
+    code, _, err = run(*torchrun(2, tmp_path / "copied.py"))
     assert code == 0, err
 
 
