@@ -21,7 +21,7 @@ from scipy import stats
 import cmcl
 from cmcl.report import figures, modern
 from cmcl.report.documents import fill
-from cmcl.report.figures import Figure, Panel, Series
+from cmcl.report.figures import Figure, Panel, Series, chart_of, colour_of, dash_of, panel_of
 from cmcl.report.load import Run
 from cmcl.report.page import paper_figures
 from cmcl.report.tables import Table
@@ -74,15 +74,12 @@ def flights() -> Figure:
     """Futures of a few flights: hypotheses with their probabilities, one regressor, and the real one."""
     rows = json.loads((RESULTS / "flights-futures.json").read_text())
     below = len(rows) - figures.COLUMNS  # the panel with the legend, at the lower left
-    panels = [
-        Panel(f"quantile {row['quantile']:g}, spread {row['spread']:.1f} km", flight(row, legend=i == below))
-        for i, row in enumerate(rows)
-    ]
+    panels = [flight(row, legend=i == below) for i, row in enumerate(rows)]
     return Figure("flights", "", "", panels, Table("flights", "", [], []))
 
 
-def flight(row: dict[str, Any], *, legend: bool) -> dict[str, Any]:
-    """The chart of one flight, which flies to the right; a kilometre is as long on both axes."""
+def flight(row: dict[str, Any], *, legend: bool) -> Panel:
+    """The panel of one flight, which flies to the right; a kilometre is as long on both axes."""
     tracks = [
         ("hypothesis", probability, [[0, 0], *points])
         for probability, points in zip(row["probabilities"], row["hypotheses"], strict=True)
@@ -97,27 +94,27 @@ def flight(row: dict[str, Any], *, legend: bool) -> dict[str, Any]:
     last = max(point["step"] for point in guesses)
     ends = [point for point in guesses if point["step"] == last and point["probability"] >= 0.1]
     x, y = [-30, 90], [-40, 50]
-    names, colours, dashes = zip(*((s.name, f"@{s.colour}", s.dash) for s in FLOWN), strict=True)
     below = alt.Legend(title=None, orient="bottom", symbolOpacity=1) if legend else None
     axes = {
         "x": alt.X("x:Q", title="ahead, km").scale(domain=x).axis(tickCount=6),
         "y": alt.Y("y:Q", title="to the left, km").scale(domain=y).axis(tickCount=5),
     }
     style = {
-        "color": alt.Color("kind:N", legend=below).scale(domain=names, range=colours),
-        "strokeDash": alt.StrokeDash("kind:N", legend=below).scale(domain=names, range=dashes),
+        "color": colour_of("kind", FLOWN).legend(below),
+        "strokeDash": dash_of("kind", FLOWN).legend(below),
         "strokeWidth": alt.StrokeWidth("probability:Q", legend=None).scale(domain=[0, 1], range=[0.8, 5]),
         "detail": "track:N",
         "order": "step:Q",
     }
     layers = [  # what was flown is drawn last, above the hypotheses
-        alt.Chart(alt.Data(values=part)).mark_line(opacity=opacity).encode(**axes, **style)
+        chart_of(part).mark_line(opacity=opacity).encode(**axes, **style)
         for part, opacity in ((guesses, 0.6), (points[len(guesses) :], 1))
     ]
-    texts = alt.Chart(alt.Data(values=ends)).mark_text(align="left", dx=5, fontSize=10, color="@c1")
+    texts = chart_of(ends).mark_text(align="left", dx=5, fontSize=10, color="@c1")
     layers.append(texts.encode(**axes, text=alt.Text("probability:Q", format=".0%")))
-    chart = alt.layer(*layers).properties(height=figures.WIDTH * (y[1] - y[0]) / (x[1] - x[0]))
-    return {key: value for key, value in chart.to_dict().items() if key not in ("config", "$schema")}
+    height = figures.WIDTH * (y[1] - y[0]) / (x[1] - x[0])
+    title = f"quantile {row['quantile']:g}, spread {row['spread']:.1f} km"
+    return panel_of(title, alt.layer(*layers), height)
 
 
 CONTENDERS = ("plain loop, IE", "torch.vmap, IE", "tabm.LinearEnsemble, IE", "cmcl.fit, CMCL")
@@ -132,14 +129,11 @@ def speed() -> Figure:
         if row["contender"] in CONTENDERS
     ]
     known = figures.series(CONTENDERS, {"cmcl.fit, CMCL": "cmcl", "plain loop, IE": "ie"})
-    colour = alt.Color("who:N", title=None).scale(
-        domain=[one.name for one in known], range=[f"@{one.colour}" for one in known]
-    )
     x = alt.X("M:Q", title="members").scale(type="log", nice=False, padding=12).axis(values=[1, 2, 5, 10, 25])
     y = alt.Y("ms:Q", title="ms a step and member")
-    chart = alt.Chart(alt.Data(values=points)).mark_line(point=True).encode(x=x, y=y, color=colour)
-    spec = {key: value for key, value in chart.to_dict().items() if key not in ("config", "$schema")}
-    return Figure("speed", "", "", [Panel("", spec)], Table("speed", "", [], []))
+    colour = colour_of("who", known).legend(title=None)
+    lines = chart_of(points).mark_line(point=True).encode(x=x, y=y, color=colour)
+    return Figure("speed", "", "", [panel_of("", lines, 300)], Table("speed", "", [], []))
 
 
 FIGURES: dict[str, Callable[[], Figure | None]] = {
@@ -152,8 +146,8 @@ FIGURES: dict[str, Callable[[], Figure | None]] = {
     "unseen": lambda: figures.entropies("unseen", "", [zoo_run(m) for m in ZOO], averaged=list(ZOO)),
     "rejecting": lambda: figures.risk_coverage("rejecting", "", zoo_runs()),
     "flights": flights,
-    "modern-seconds": lambda: modern.error_against_seconds(RECORDS),
-    "modern-size": lambda: modern.gain_against_size(RECORDS),
+    "modern-seconds": lambda: modern.error_against_seconds(EVIDENCE),
+    "modern-size": lambda: modern.gain_against_size(EVIDENCE),
     "tuning": lambda: figures.tuning(json.loads((RESULTS / "tuning-digits.json").read_text())),
 }
 

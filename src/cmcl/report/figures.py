@@ -16,6 +16,7 @@ import vl_convert
 from ..data.registry import DATASETS
 from ..reproduction.cells import CELLS, Evidence
 from ..reproduction.claims import median_entropy, pooled, specialisation
+from ..reproduction.record import Record
 from .load import METHODS, Run
 from .tables import Column, Table, Value, dataset_title, number
 from .theme import COLOURS, CONFIG, DASHES, LIGHT, TURN, VARIABLES, themed
@@ -64,7 +65,7 @@ class Figure:
 def heat_maps(id: str, title: str, runs: Sequence[Run], classes: Sequence[str] = ()) -> Figure:
     """Figure 1: each member's accuracy on each class."""
     rows = [[Value(run.title), number(specialisation(run.measured), 1)] for run in runs]
-    numbers = _numbers(
+    numbers = numbers_of(
         id, "Points between the best and the worst member of a class, mean", ["Method", "Points"], rows
     )
     caption = "Accuracy of each member on each class, in percent. Specialists have light and dark cells."
@@ -82,17 +83,17 @@ def _heat_map(run: Run, classes: Sequence[str]) -> Panel:
         for c, value in enumerate(row)
         if value is not None
     ]
-    base = _chart(points).encode(
+    base = chart_of(points).encode(
         x=alt.X("member:O", title="member", axis=alt.Axis(labelAngle=0)),
         y=alt.Y("class:N", title=None, sort=labels, axis=alt.Axis(labelOverlap=True)),
     )
     cells = _shaded(base, "accuracy")
     if count * ROW > TALLEST:  # the numbers do not fit into their cells
-        return _panel(run.title, cells, TALLEST)
+        return panel_of(run.title, cells, TALLEST)
     ink = alt.condition(f"datum.accuracy > {TURN}", alt.value("@on-high"), alt.value("@on-low"))
     text = base.mark_text(fontSize=11, aria=False)
     text = text.encode(text=alt.Text("accuracy:Q", format=".0f"), color=ink)
-    return _panel(run.title, cells + text, count * ROW)
+    return panel_of(run.title, cells + text, count * ROW)
 
 
 def _shaded(base: Any, field: str, **more: Any) -> Any:
@@ -117,13 +118,13 @@ def entropies(id: str, title: str, runs: Sequence[Run], *, averaged: Container[s
     for run, found in zip(runs, groups, strict=True):
         largest = run.measured.entropy["largest"]
         points = [point for name, counts in found.items() for point in _steps(name, counts, largest)]
-        panels.append(_panel(run.title, _histograms(points, legend, largest), 170))
+        panels.append(panel_of(run.title, _histograms(points, legend, largest), 170))
         rows += [
             [Value(run.title), Value(name), number(100 * (median_entropy(counts) or 0), 0)]
             for name, counts in found.items()
         ]
     heads = ["Method", "Images", "Median, %"]
-    numbers = _numbers(id, "Median entropy in percent of the largest", heads, rows, keys=2)
+    numbers = numbers_of(id, "Median entropy in percent of the largest", heads, rows, keys=2)
     caption = "Entropy of the predictions of all members: 0 is certain, the largest is uniform."
     if any(run.method in averaged for run in runs):
         caption += " For the independent ensemble, of the averaged prediction."
@@ -151,12 +152,14 @@ def _steps(name: str, histogram: Sequence[float], largest: float) -> list[Point]
 
 
 def _histograms(points: list[Point], legend: Sequence[Series], largest: float) -> Any:
-    steps = _chart(points).encode(
+    steps = chart_of(points).encode(
         x=alt.X("from:Q", title="entropy, nats").scale(domain=[0, largest]).axis(grid=False, tickCount=5),
         y=_percent("percent", "predictions, %", points).stack(None),
-        color=_colour("group", legend),
+        color=colour_of("group", legend),
     )
-    line = steps.mark_line(interpolate="step-after", strokeWidth=2).encode(strokeDash=_dash("group", legend))
+    line = steps.mark_line(interpolate="step-after", strokeWidth=2).encode(
+        strokeDash=dash_of("group", legend)
+    )
     return steps.mark_area(interpolate="step-after", opacity=0.15) + line
 
 
@@ -173,14 +176,14 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
             if n and c is not None and a is not None
         ]
         if points:
-            panels.append(_panel(name, _calibrated(points, legend), 240))
+            panels.append(panel_of(name, _calibrated(points, legend), 240))
     columns = {"ece": "ECE, %", "temperature": "Temperature", "scaled_ece": "Scaled ECE, %"}
     rows = []
     for run in runs:
         found: Mapping[str, Any] = run.measured.calibration
         rows.append([Value(run.title), *(number(found.get(key)) for key in columns)])
     name = "Expected calibration error before and after temperature scaling"
-    numbers = _numbers(id, name, ["Method", *columns.values()], rows)
+    numbers = numbers_of(id, name, ["Method", *columns.values()], rows)
     caption = (
         "Confidence of the averaged prediction against its accuracy; the size of a circle is the number of "
         "images. On the diagonal it is calibrated, above underconfident, below overconfident."
@@ -193,12 +196,12 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
 
 
 def _calibrated(points: list[Point], legend: Sequence[Series]) -> Any:
-    diagonal = _chart([{"x": 0, "y": 0}, {"x": 100, "y": 100}]).encode(x="x:Q", y="y:Q")
+    diagonal = chart_of([{"x": 0, "y": 0}, {"x": 100, "y": 100}]).encode(x="x:Q", y="y:Q")
     x = alt.X("confidence:Q", title="confidence, %", scale=alt.Scale(domain=[0, 100]))
     y = alt.Y("accuracy:Q", title="accuracy, %", scale=alt.Scale(domain=[0, 100]))
     size = alt.Size("images:Q", legend=None, scale=alt.Scale(range=[15, 160]))
     circles = (
-        _chart(points).mark_circle(opacity=0.9).encode(x=x, y=y, color=_colour("run", legend), size=size)
+        chart_of(points).mark_circle(opacity=0.9).encode(x=x, y=y, color=colour_of("run", legend), size=size)
     )
     line = diagonal.mark_line(color="@edge", strokeWidth=1, aria=False)
     return line + _curves(points, legend, x=x).encode(y=y) + circles
@@ -214,14 +217,19 @@ def risk_coverage(id: str, title: str, runs: Sequence[Run]) -> Figure:
             {"run": run.title, "label": run.label, "coverage": 100 * i // len(risks), "error": round(risk, 3)}
             for i, risk in enumerate(risks, start=1)
         ]
-        at = [risks[max(0, round(len(risks) * percent / 100) - 1)] for percent in shown]
-        rows.append([Value(run.title), *(number(risk) for risk in at)])
+        rows.append([Value(run.title), *(number(risk_at(run.measured, percent)) for percent in shown)])
     chart = _curves(points, legend, x=alt.X("coverage:Q", title="coverage, %", axis=alt.Axis(tickCount=5)))
     heads = ["Method", *(f"{percent} % coverage" for percent in shown)]
-    numbers = _numbers(id, "Error of the most confident predictions, %", heads, rows)
+    numbers = numbers_of(id, "Error of the most confident predictions, %", heads, rows)
     caption = "Risk: error of the most confident predictions. Coverage: the fraction of images predicted."
-    panel = _panel("", chart.encode(y=_percent("error", "risk, %", points)), 240)
+    panel = panel_of("", chart.encode(y=_percent("error", "risk, %", points)), 240)
     return Figure(id, title, caption, [panel], numbers, legend=legend)
+
+
+def risk_at(record: Record, coverage: int) -> float:
+    """The error of the most confident predictions, a percentage of all."""
+    risks = record.calibration["risk_coverage"]
+    return risks[max(0, round(len(risks) * coverage / 100) - 1)]
 
 
 QUANTITIES = {  # of telemetry
@@ -245,7 +253,7 @@ def training(id: str, title: str, runs: Sequence[Run]) -> Figure:
             y = alt.Y("value:Q", title=None)
             chart = _curves(points, legend, x=x)
             y = _percent("value", None, points) if name.endswith("error, %") else y
-            panels.append(_panel(name, chart.encode(y=y), 170))
+            panels.append(panel_of(name, chart.encode(y=y), 170))
     rows = []
     for run in runs:
         last, top1 = run.rows[-1], [row.top1 for row in run.rows if row.top1 is not None]
@@ -253,7 +261,7 @@ def training(id: str, title: str, runs: Sequence[Run]) -> Figure:
         ending = [number(last.epoch, 0), number(last.loss, 4), number(top1[-1] if top1 else None)]
         rows.append([Value(run.label), *ending, Value(dead or "none")])
     heads = ["Run", "Epochs", "Last loss", "Last top-1, %", "Dead members"]
-    numbers = _numbers(id, "After the last epoch", heads, rows)
+    numbers = numbers_of(id, "After the last epoch", heads, rows)
     caption = "Specialists of an example learn its label; the others learn a uniform prediction."
     return Figure(id, title, caption, panels, numbers, legend=legend)
 
@@ -293,7 +301,7 @@ def against_members(id: str, title: str, evidence: Evidence) -> Figure | None:
         if len({point["members"] for point in points}) > 1:
             x = alt.X("members:O", title="members", axis=alt.Axis(labelAngle=0))
             y = alt.Y("error:Q", title=None, scale=alt.Scale(zero=False))
-            panels.append(_panel(name, _curves(points, METHOD_SERIES, x=x, point=True).encode(y=y), 200))
+            panels.append(panel_of(name, _curves(points, METHOD_SERIES, x=x, point=True).encode(y=y), 200))
         rows += [
             [Value(name), Value(p["run"]), number(p["members"], 0), number(p["error"]), number(p["n"], 0)]
             for p in points
@@ -301,7 +309,7 @@ def against_members(id: str, title: str, evidence: Evidence) -> Figure | None:
     if not panels:
         return None
     heads = ["Panel", "Method", "Members", "Error, %", "n"]
-    numbers = _numbers(id, "Measured so far", heads, rows, keys=3)
+    numbers = numbers_of(id, "Measured so far", heads, rows, keys=3)
     caption = "Error against the number of members, mean over the seeds."
     legend = [one for one in METHOD_SERIES if any(row[1].text == one.name for row in rows)]
     return Figure(id, title, caption, panels, numbers, legend=legend)
@@ -315,7 +323,7 @@ def tuning(result: Mapping[str, Any]) -> Figure:
         highest = max(row["held_out"] for row in rung["rows"]) or 1
         # at most TURN percent dark, so that every number can be read
         points = [{**row, "shade": TURN * row["held_out"] / highest} for row in rung["rows"]]
-        base = _chart(points).encode(
+        base = chart_of(points).encode(
             x=alt.X("beta:O", title="beta", scale=alt.Scale(domain=betas), axis=alt.Axis(labelAngle=0)),
             y=alt.Y("overlap:O", title="K", sort="descending"),
         )
@@ -326,19 +334,19 @@ def tuning(result: Mapping[str, Any]) -> Figure:
             text=alt.Text("held_out:Q", format=".1f"), color=alt.value("@on-low")
         )
         cells = _shaded(base, "shade") + frame + text
-        panels.append(_panel(rung["length"], cells, 40 * len({row["overlap"] for row in points})))
+        panels.append(panel_of(rung["length"], cells, 40 * len({row["overlap"] for row in points})))
         keys = ("beta", "overlap", "held_out")
         rows += [[Value(rung["length"]), *(number(row[key]) for key in keys)] for row in points]
     heads = ["Round", "Beta", "K", "Held-out error, %"]
-    numbers = _numbers("tuning", "Held-out errors", heads, rows, keys=3)
+    numbers = numbers_of("tuning", "Held-out errors", heads, rows, keys=3)
     title = f"{result['recipe']}: chosen beta {result['beta']:g}, K {result['overlap']}"
     return Figure("tuning", title, "Held-out error in percent.", panels, numbers)
 
 
-def _numbers(
+def numbers_of(
     id: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[Value]], keys: int = 1
 ) -> Table:
-    """The numbers of a figure; a column is numeric if its values can be sorted as numbers."""
+    """The numbers of the figure `id`; a column is numeric if its values can be sorted."""
     numeric = [any(row[i].sort is not None for row in rows) for i in range(len(heads))]
     columns = [Column(head, numeric=flag) for head, flag in zip(heads, numeric, strict=True)]
     return Table(f"{id}-numbers", caption, columns, rows, keys=keys)
@@ -417,22 +425,27 @@ def _legend(runs: Sequence[Run]) -> list[Series]:
     return series([run.title for run in runs], {run.title: run.method for run in runs})
 
 
-def _chart(points: Sequence[Point]) -> Any:
+def chart_of(points: Sequence[Point]) -> Any:
+    """A chart of these points, without marks yet."""
     return alt.Chart(alt.Data(values=list(points)))  # type: ignore[no-untyped-call]
 
 
 def _curves(points: Sequence[Point], legend: Sequence[Series], x: Any, *, point: bool = False) -> Any:
     """A line for each label in the colour and dash of its run."""
-    lines = _chart(points).mark_line(strokeWidth=2, point=point)
-    return lines.encode(x=x, color=_colour("run", legend), strokeDash=_dash("run", legend), detail="label:N")
+    lines = chart_of(points).mark_line(strokeWidth=2, point=point)
+    return lines.encode(
+        x=x, color=colour_of("run", legend), strokeDash=dash_of("run", legend), detail="label:N"
+    )
 
 
-def _colour(field: str, legend: Sequence[Series]) -> Any:
+def colour_of(field: str, legend: Sequence[Series]) -> Any:
+    """The colours of a field's names."""
     scale = alt.Scale(domain=[s.name for s in legend], range=[f"@{s.colour}" for s in legend])
     return alt.Color(f"{field}:N", scale=scale, legend=None)  # the page has its own legend
 
 
-def _dash(field: str, legend: Sequence[Series]) -> Any:
+def dash_of(field: str, legend: Sequence[Series]) -> Any:
+    """The dashes of a field's names."""
     scale = alt.Scale(domain=[s.name for s in legend], range=[s.dash for s in legend])
     return alt.StrokeDash(f"{field}:N", scale=scale, legend=None)
 
@@ -445,7 +458,7 @@ def _percent(field: str, title: str | None, points: Sequence[Point]) -> Any:
     return alt.Y(f"{field}:Q", title=title, scale=scale, axis=alt.Axis(values=[t for t in TICKS if t <= top]))
 
 
-def _panel(title: str, chart: Any, height: float) -> Panel:
-    """A chart without altair's own configuration."""
+def panel_of(title: str, chart: Any, height: float) -> Panel:
+    """A panel with a chart, without altair's own configuration."""
     spec = chart.properties(height=height).to_dict()
     return Panel(title, {key: value for key, value in spec.items() if key not in ("config", "$schema")})

@@ -91,8 +91,7 @@ def save_figures(inputs: Inputs, folder: Path, format: str) -> None:
 def sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> list[Section]:
     """Everything below the verdict but the records; sections without content are left out."""
     found = list(_paper_sections(inputs, verdicts)) if inputs.paper else []
-    records = inputs.evidence.records
-    drawn = (modern.error_against_seconds(records), modern.gain_against_size(records))
+    drawn = (modern.error_against_seconds(inputs.evidence), modern.gain_against_size(inputs.evidence))
     if shown := [figure for figure in drawn if figure]:
         found.append(Section("modern", "Members trained as today", figures=shown))
     datasets = grouped(inputs.runs, lambda run: run.dataset)

@@ -105,7 +105,7 @@ class Pair:
         if not self.other:
             return f"n = {len(self.mine)}, no baseline to compare with", ""
         pair = Comparison.of(self.mine, self.other, key)
-        difference = f"{signed(pair.mine['mean'] - pair.other['mean'])} points"
+        difference = f"{signed(pair.difference)} points"
         if pair.interval is None:
             return f"{difference} ({pair.test})", "near"
         low, high = pair.interval
@@ -218,8 +218,7 @@ def _difference(group: Sequence[Run], groups: Sequence[Sequence[Run]]) -> Value:
     if not (group[0].measured.complete and (other := _baseline(group, rivals))):
         return Value("–")
     pair = Comparison.of([run.measured for run in group], other)
-    value = pair.mine["mean"] - pair.other["mean"]
-    return Value(signed(value), value, mark=None if pair.significant else "near")
+    return Value(signed(pair.difference), pair.difference, mark=None if pair.significant else "near")
 
 
 def _mean(values: Sequence[float | None]) -> Value:

@@ -78,7 +78,7 @@ class Evidence:
 
     records: Sequence[Record]
     cells: Mapping[str, Mapping[str, Any]]  # by id, as `summarise` describes them, in the paper's order
-    filling: Mapping[str, list[Record]]  # the records behind a cell's numbers, by its id
+    filling: Mapping[str, list[Record]]  # the records behind a cell's numbers, by its id; "modern" too
 
     @classmethod
     def of(cls, records: Records) -> "Evidence":
@@ -86,7 +86,7 @@ class Evidence:
         if isinstance(records, Evidence):
             return records
         checksums = known_checksums(records)
-        filling = {cell.id: _filling(cell, records, checksums) for cell in CELLS}
+        filling = {cell.id: _filling(cell, records, checksums) for cell in (*CELLS, *MODERN_CELLS)}
         return cls(records, {row["id"]: row for row in summarise(CELLS, records)}, filling)
 
     def in_figure(self, figure: str) -> list[Record]:

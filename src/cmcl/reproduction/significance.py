@@ -29,10 +29,15 @@ class Comparison(NamedTuple):
         return cls(ours, theirs, examples)
 
     @property
+    def difference(self) -> float:
+        """Of the mean errors, in points."""
+        return float(self.mine["mean"] - self.other["mean"])
+
+    @property
     def gain(self) -> float:
         """By how many percent the first error is lower."""
-        mine, other = self.mine["mean"], self.other["mean"]
-        return float(100 * (other - mine) / other) if other else 0.0
+        other = self.other["mean"]
+        return float(-100 * self.difference / other) if other else 0.0
 
     @property
     def p_value(self) -> float | None:
@@ -41,20 +46,20 @@ class Comparison(NamedTuple):
         Welch's t-test over the seeds; Student's where one side has one run, which takes the other's variance.
         With one run each, a two-proportion z-test over the test examples.
         """
-        difference, known = self.mine["mean"] - self.other["mean"], self._standard_error
-        if known is None or difference == 0:
+        known = self._standard_error
+        if known is None or self.difference == 0:
             return None if known is None else 1.0
         error, freedom = known
-        return float(2 * stats.t.sf(abs(difference) / error, freedom)) if error else 0.0
+        return float(2 * stats.t.sf(abs(self.difference) / error, freedom)) if error else 0.0
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """The confidence interval of the difference in points, which excludes 0 if it is significant."""
         if (known := self._standard_error) is None:
             return None
-        difference, (error, freedom) = self.mine["mean"] - self.other["mean"], known
+        error, freedom = known
         half = float(stats.t.isf(LEVEL / 2, freedom)) * error
-        return difference - half, difference + half
+        return self.difference - half, self.difference + half
 
     @property
     def _standard_error(self) -> tuple[float, float] | None:
