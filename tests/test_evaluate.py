@@ -4,6 +4,7 @@ import io
 import json
 import math
 from itertools import combinations
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -18,10 +19,9 @@ from cmcl.data.dataset import IGNORE, Dataset
 from cmcl.reproduction import find
 from cmcl.reproduction.evaluate import (
     Entropies,
-    accumulated,
-    evaluate_errors,
     evaluate_run,
     predictions,
+    recorded_errors,
 )
 from cmcl.reproduction.gallery import Gallery, GalleryBuilder, disputed
 from cmcl.reproduction.recipes import DIGITS
@@ -156,8 +156,10 @@ def evaluated(ensemble, test, **more):
 def test_errors_by_hand():
     probs = torch.tensor([[[0.9, 0.1], [0.6, 0.4]], [[0.2, 0.8], [0.3, 0.7]]])  # (M, N, C)
     for targets, picked in (([0, 1], 0.0), ([1, 1], 50.0)):  # member 0 is more confident of the first image
-        found = accumulated(iter([probs[:, :1], probs[:, 1:]]), torch.tensor(targets)).compute()
-        assert (found["picked_error"], found["oracle_error"]) == (picked / 100, 0.0)
+        scores = metrics.Accumulator()
+        for i in (0, 1):
+            scores.update(probs[:, i : i + 1], torch.tensor(targets[i : i + 1]))
+        assert recorded_errors(scores) == {"top1": picked, "picked": picked, "oracle": 0.0}
 
 
 def test_entropies_by_hand():
@@ -180,7 +182,10 @@ def test_without_sharing_it_is_what_the_metrics_say():
     found = evaluated(ensemble, test, batch_size=7)
     assert found == evaluated(ensemble, test, batch_size=40), "batches change nothing"
     probs = ensemble.predict(test.images).member_probs
-    assert found["errors"]["expected"] == found["errors"]["sampled"] == evaluate_errors(ensemble, test)
+    assert found["errors"]["expected"] == found["errors"]["sampled"]
+    assert {"member": fmean(found["members"])} | found["errors"]["expected"] == pytest.approx(
+        cmcl.evaluate(ensemble, test)
+    )
     assert found["errors"]["expected"]["top1"] == metrics.percent(metrics.top1_error(probs, test.targets))
     assert found["members"] == metrics.percent(metrics.member_errors(probs, test.targets))
     assert found["classwise"] == metrics.percent(metrics.classwise_accuracy(probs, test.targets))

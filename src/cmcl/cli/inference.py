@@ -113,36 +113,18 @@ def _measure(
     ensemble: "Ensemble", test: "Dataset", ood_data: "Dataset | None", batch: int
 ) -> dict[str, float | None]:
     from .. import metrics
+    from ..reproduction.evaluate import scored
+    from ..training.scoring import errors
 
-    scores, scaled = _accumulate(ensemble, test, ood_data, batch)
+    ood = None if ood_data is None else ood_data.images
+    scores, scaled = scored(
+        ensemble, test.images, test.targets, ood=ood, curves=ood is not None, batch_size=batch, title="test"
+    )
     found = scores.compute()
-    errors = {f"{name}_error": name for name in ("top1", "picked", "oracle", "member")} | {"ece": "ece"}
-    values = {name: metrics.percent(found[key]) for key, name in errors.items()}
     after = None if ensemble.temperature is None else metrics.percent(scaled.compute()["ece"])
+    values: dict[str, float | None] = {**errors(scores), "ece": metrics.percent(found["ece"])}
     values |= {"scaled_ece": after, "temperature": ensemble.temperature}
     return values | {key: round(found[key], 6) for key in ("entropy", "ood_entropy", "auroc") if key in found}
-
-
-def _accumulate(
-    ensemble: "Ensemble", test: "Dataset", ood_data: "Dataset | None", batch: int
-) -> "tuple[Accumulator, Accumulator]":
-    """The metrics of the members' predictions, and of the averaged one after temperature scaling."""
-    from .. import metrics
-    from .._messages import progress_bar
-    from ..data.dataset import default_ignore_index
-
-    scores, scaled = metrics.Accumulator(curves=ood_data is not None), metrics.Accumulator()
-    batch = metrics.examples_per_batch(test.targets, batch)
-    pairs = list(zip(test.images.split(batch), test.targets.split(batch), strict=True))
-    for images, targets in progress_bar(pairs, "test"):
-        predicted = ensemble.predict(images)
-        ignore = default_ignore_index(targets, predicted.probs.shape[1])
-        scores.update(predicted.member_probs.cpu(), targets, ignore_index=ignore)
-        if ensemble.temperature is not None:
-            scaled.update(predicted.probs[None].cpu(), targets, ignore_index=ignore)
-    for images in () if ood_data is None else progress_bar(ood_data.images.split(batch), "OOD"):
-        scores.update_ood(ensemble.predict(images).member_probs.cpu())
-    return scores, scaled
 
 
 def calibrate(
@@ -244,11 +226,12 @@ def _calibrate_images(
 def _calibrate_pixels(ensemble: "Ensemble", test: "Dataset") -> "tuple[float, dict[str, Any], Accumulator]":
     """The temperature of every second image's pixels, and how it does on the others."""
     from .. import metrics
+    from ..reproduction.evaluate import scored
     from ..training.scoring import held_out_temperature
 
     ensemble.temperature = held_out_temperature(ensemble, test[::2], batch_size=BATCH)
     found, other = ensemble.temperature, test[1::2]
-    scores, scaled = _accumulate(ensemble, other, None, BATCH)
+    scores, scaled = scored(ensemble, other.images, other.targets, batch_size=BATCH)
     ece, after = (metrics.percent(one.compute()["ece"]) for one in (scores, scaled))
     return found, {"examples": len(other), "ece": ece, "scaled_ece": after}, scaled
 

@@ -5,16 +5,17 @@ the risk-coverage curve and AUROC. Errors are in percent. M members, N examples,
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _checks, calibration, metrics
+from .. import calibration, metrics
 from .._messages import progress_bar
-from ..data.dataset import Dataset, default_ignore_index
+from ..data.dataset import default_ignore_index
 from ..ensemble import Ensemble
+from ..training.scoring import errors, member_probs
 from .gallery import GalleryBuilder
 
 BINS = 50  # of an entropy histogram, from 0 to log C
@@ -45,34 +46,36 @@ def evaluate_run(
         title: of a progress bar on the terminal; none without it.
         gallery: collects images for the report.
     """
-    scores, entropies = metrics.Accumulator(curves=True), Entropies()
-    temperature, scaled = ensemble.temperature, metrics.Accumulator()
-    batch_size = metrics.examples_per_batch(targets, batch_size)
-    batches = predictions(ensemble, images, batch_size=batch_size, title=title)
-    for probs, part, start in _with_targets(batches, targets):
-        ignore = default_ignore_index(targets, probs.shape[2])
-        scores.update(probs, part, ignore_index=ignore)
-        if temperature is not None:
-            averaged = calibration.apply_temperature(probs, temperature)
-            scaled.update(averaged[None], part, ignore_index=ignore)
-        entropies.update(probs, part)
-        if gallery is not None:
+    entropies = Entropies()
+
+    def watch(probs: Tensor, start: int | None) -> None:
+        entropies.update(probs, None if start is None else targets[start : start + probs.shape[1]])
+        if gallery is not None and start is not None:
             gallery.update(probs, start)
-    sampled = errors = _errors(scores)
+
+    scores, scaled = scored(
+        ensemble,
+        images,
+        targets,
+        ood=ood,
+        mode="expected",
+        curves=True,
+        batch_size=batch_size,
+        title=title,
+        watch=watch,
+    )
+    sampled = errors = recorded_errors(scores)
     if ensemble.share_after is not None:
         label = title and f"{title}, sampled masks"
-        batches = predictions(ensemble, images, mode="sampled", seed=seed, batch_size=batch_size, title=label)
-        sampled = _errors(accumulated(batches, targets))
-    if ood is not None:
-        for probs in predictions(ensemble, ood, batch_size=batch_size, title=title and f"{title}, OOD"):
-            scores.update_ood(probs)
-            entropies.update(probs, None)
+        again, _ = scored(
+            ensemble, images, targets, mode="sampled", seed=seed, batch_size=batch_size, title=label
+        )
+        sampled = recorded_errors(again)
     after = {}
-    if temperature is not None:
-        ece = metrics.percent(scaled.compute()["ece"])
+    if ensemble.temperature is not None:
         after = {
-            "temperature": temperature,
-            "scaled_ece": ece,
+            "temperature": ensemble.temperature,
+            "scaled_ece": metrics.percent(scaled.compute()["ece"]),
             "scaled_reliability": reliability_bins(scaled),
         }
     return {
@@ -84,56 +87,63 @@ def evaluate_run(
     }
 
 
-def evaluate_errors(ensemble: Ensemble, data: Dataset, *, batch_size: int = 1000) -> dict[str, float]:
-    """Errors in percent, as in a record."""
-    size = metrics.examples_per_batch(data.targets, batch_size)
-    return _errors(accumulated(predictions(ensemble, data.images, batch_size=size), data.targets))
+def scored(
+    ensemble: Ensemble,
+    images: Tensor,
+    targets: Tensor,
+    *,
+    ood: Tensor | None = None,
+    mode: str | None = None,
+    curves: bool = False,
+    batch_size: int = 1000,
+    seed: int = 0,
+    title: str = "",
+    watch: Callable[[Tensor, int | None], None] = lambda probs, start: None,
+) -> tuple[metrics.Accumulator, metrics.Accumulator]:
+    """The metrics of the members' predictions, and of the averaged one after temperature scaling.
+
+    `watch` is called with each batch of predictions and the index of its first image, None for OOD images.
+    """
+    scores, scaled, start = metrics.Accumulator(curves=curves), metrics.Accumulator(), 0
+    how: dict[str, Any] = {"mode": mode, "batch_size": metrics.examples_per_batch(targets, batch_size)}
+    for probs in predictions(ensemble, images, **how, seed=seed, title=title):
+        part, ignore = targets[start : start + probs.shape[1]], default_ignore_index(targets, probs.shape[2])
+        scores.update(probs, part, ignore_index=ignore)
+        if ensemble.temperature is not None:
+            averaged = calibration.apply_temperature(probs, ensemble.temperature)
+            scaled.update(averaged[None], part, ignore_index=ignore)
+        watch(probs, start)
+        start += probs.shape[1]
+    for probs in () if ood is None else predictions(ensemble, ood, **how, title=title and f"{title}, OOD"):
+        scores.update_ood(probs)
+        watch(probs, None)
+    return scores, scaled
 
 
 def predictions(
     ensemble: Ensemble,
     images: Tensor,
     *,
-    mode: str = "expected",
+    mode: str | None = None,
     batch_size: int = 1000,
     seed: int = 0,
     title: str = "",
 ) -> Iterator[Tensor]:
-    """The members' probabilities (M, b, C, ...) batch by batch, on the CPU."""
-    before, ensemble.share_at_test = ensemble.share_at_test, mode
+    """The members' probabilities (M, b, C, ...) batch by batch, on the CPU; `mode` of feature sharing."""
+    before, ensemble.share_at_test = ensemble.share_at_test, mode or ensemble.share_at_test
     device = next(ensemble.parameters()).device
-    raw = images.dtype == torch.uint8 and ensemble.transform is not None
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             for part in progress_bar(images.cpu().split(batch_size), title):
-                inputs = ensemble.transform.transform(part.to(device)) if raw else part
-                for logits in ensemble.stream(inputs, batch_size):
-                    _checks.no_numbers(logits)
-                    yield logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32)).cpu()
+                yield member_probs(ensemble, part.to(device))
     finally:
         ensemble.share_at_test = before
 
 
-def accumulated(batches: Iterator[Tensor], targets: Tensor) -> metrics.Accumulator:
-    """The metrics of predictions for these targets."""
-    scores = metrics.Accumulator()
-    for probs, part, _ in _with_targets(batches, targets):
-        scores.update(probs, part, ignore_index=default_ignore_index(targets, probs.shape[2]))
-    return scores
-
-
-def _with_targets(batches: Iterator[Tensor], targets: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Each batch of predictions with its targets and the index of its first example."""
-    start = 0
-    for probs in batches:
-        yield probs, targets[start : start + probs.shape[1]], start
-        start += probs.shape[1]
-
-
-def _errors(scores: metrics.Accumulator) -> dict[str, float]:
-    found = scores.compute()
-    return {name: metrics.percent(found[f"{name}_error"]) for name in ("top1", "picked", "oracle")}
+def recorded_errors(scores: metrics.Accumulator) -> dict[str, float]:
+    """Errors in percent, as in a record, which has each member's beside them."""
+    return {key: value for key, value in errors(scores).items() if key != "member"}
 
 
 def _calibration(scores: metrics.Accumulator) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from ..training.preflight import preflight
 from ..training.scoring import held_out_temperature
 from . import environment
 from .custom import described
-from .evaluate import evaluate_errors, evaluate_run
+from .evaluate import evaluate_run, recorded_errors, scored
 from .gallery import GalleryBuilder
 from .recipes import OOD, find
 from .record import Record, read
@@ -203,7 +203,10 @@ def _evaluate(
     )
     if ensemble.temperature is None:
         evaluated["calibration"] |= _calibrated_before(folder, weights)
-    held_out = hold_out(sets.train, recipe.validation)[1]
+    validation: Any = None
+    if (held_out := hold_out(sets.train, recipe.validation)[1]) is not None:
+        images, targets = held_out.images, held_out.targets
+        validation = recorded_errors(scored(ensemble, images, targets, batch_size=batch)[0])
     record = Record(
         recipe=recipe.to_json(),
         recipe_hash=recipe.hash,
@@ -213,7 +216,7 @@ def _evaluate(
         checksums=sets.checksums,
         ood=None if ood is None else OOD[str(recipe.data)],
         network=None if recipe.network in NETWORKS else described(ensemble.members),
-        validation=None if held_out is None else evaluate_errors(ensemble, held_out, batch_size=batch),  # type: ignore[arg-type]
+        validation=validation,
         **facts,
         **evaluated,
     )
