@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 import altair as alt
@@ -25,9 +25,18 @@ from cmcl.report.figures import Figure, Panel, Series, chart_of, colour_of, dash
 from cmcl.report.load import Run
 from cmcl.report.page import paper_figures
 from cmcl.report.tables import Table
-from cmcl.reproduction import RECIPES, find
-from cmcl.reproduction.cells import Evidence, select
-from cmcl.reproduction.record import Calibration, Entropy, Errors, Record, Reliability, load_records
+from cmcl.reproduction import RECIPES
+from cmcl.reproduction.cells import CELLS, MODERN_CELLS, Evidence, select
+from cmcl.reproduction.record import (
+    Calibration,
+    Entropy,
+    Errors,
+    Record,
+    Reliability,
+    load_records,
+    spread,
+    spread_text,
+)
 from cmcl.reproduction.significance import Comparison
 from cmcl.training.config import Augment
 
@@ -37,8 +46,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PICTURES = ROOT / "docs" / "pictures"
 MARGIN = 12  # pixels
 ZOO = {"ie": "independent ensemble", "cmcl": "CMCL, K = 4"}
-RECORDS = load_records(RESULTS)
-EVIDENCE = Evidence.of(RECORDS)
+EVIDENCE = Evidence.of(load_records(RESULTS))
 
 
 def zoo_run(method: str, label: str = "") -> Run:
@@ -180,8 +188,8 @@ def scored(record: Record, errors: Any) -> float:
 
 def seeds_of(name: str) -> list[Record]:
     """The records of a recipe, by seed."""
-    found = [r for r in RECORDS if r.name == name and r.recipe_hash == find(name).hash]
-    return sorted(found, key=lambda record: record.seed)
+    cells = (*CELLS, *MODERN_CELLS)
+    return next((EVIDENCE.filling[cell.id] for cell in cells if cell.name == name), [])
 
 
 def tried(pattern: str) -> list[Record]:
@@ -229,7 +237,7 @@ GROUPS |= {f"{stem.removesuffix('-modern')}, modern recipe": (stem, TODAY) for s
 
 def spread_of(values: Sequence[float]) -> str:
     """Mean and standard deviation, with spaces that do not break."""
-    return f"{fmean(values):.2f}" + (f"\u00a0±\u00a0{stdev(values):.2f}" if len(values) > 1 else "")
+    return spread_text(spread(values)).replace(" ", "\u00a0")
 
 
 def compared(mine: str, other: str, key: str = "top1") -> Comparison:
@@ -558,8 +566,7 @@ def modern_cpu() -> str:
     for width, setting in dict.fromkeys((row["width"], row["setting"]) for row in found):
         own = [row for row in found if (row["width"], row["setting"]) == (width, setting)]
         values = [[row[key] for row in own] for key in ("top1", "oracle", "member", "ece", "scaled_ece")]
-        spreads = [f"{fmean(several):.2f} ± {stdev(several):.2f}" for several in values]
-        rows.append([str(width), setting, *spreads, str(len(own))])
+        rows.append([width, setting, *(spread_text(spread(several)) for several in values), len(own)])
     return table("> width | method |> top-1 % |> oracle % |> member % |> ECE % |> scaled ECE % |> n", rows)
 
 
@@ -673,11 +680,7 @@ def adversarial() -> str:
 
 def masks() -> str:
     """CMCL with feature sharing against IE, with the mean of the masks at test time and with masks drawn."""
-    records = {
-        record.name: record
-        for record in RECORDS
-        if record.seed == 0 and record.name in RECIPES and record.recipe_hash == find(record.name).hash
-    }
+    records = {name: runs[0] for name in sorted(RECIPES) if (runs := seeds_of(name))}
     rows = []
     for name, record in records.items():
         ie = records.get(f"{name.split('-cmcl')[0]}-ie")
@@ -718,7 +721,7 @@ def hypotheses() -> str:
     rows = []
     for name, runs in json.loads((RESULTS / "flights.json").read_text())["methods"].items():
         values = [[run[key] for run in runs] for key in heads]
-        rows.append([name, *(f"{fmean(v):.2f} ± {stdev(v):.2f}" for v in values), len(runs)])
+        rows.append([name, *(spread_text(spread(several)) for several in values), len(runs)])
     return table(" |> ".join(["method, mean ± standard deviation", *heads.values(), "n"]), rows)
 
 

@@ -169,7 +169,7 @@ def test_data_that_cannot_be_evaluated(trained):
     pairs = [(test.images[:2], test.targets[:2]), (test.images[2:4], test.targets[2:4])]
     for data, kind, message in (
         (empty, ValueError, "test must hold at least one batch. Got an empty DataLoader"),
-        (test.images, TypeError, "test must be a Dataset, .* or a DataLoader of such pairs. Got"),
+        (test.images, TypeError, "test must be a Dataset, .* or a DataLoader. Got"),
         (pairs, TypeError, "test must be a Dataset, .* Got list"),
         ((test.images, test.targets[:3]), ValueError, "a target for each of 359 inputs. Got 3."),
     ):

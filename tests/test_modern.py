@@ -62,6 +62,10 @@ def made(errors):
     ]
 
 
+def draws_zero(panel):
+    return any(layer["mark"].get("color") == "@edge" for layer in panel.spec["layer"])
+
+
 ERRORS = {
     ("cifar10-resnet20-w8", "ie"): [9.0, 9.2, 9.1],
     ("cifar10-resnet20-w8", "cmcl"): [8.0, 8.4, 8.1],
@@ -85,13 +89,17 @@ def test_gain_against_size_is_the_difference_with_welchs_interval(tmp_path):
     interval = test.confidence_interval(0.95)
     assert [one.sort for one in small[4:7]] == pytest.approx([*interval, test.pvalue], abs=1e-4)
     assert rows["cifar10-resnet20-w8", "CMCL with sharing"][4].sort is None, "one seed has no interval"
-    assert rows["cifar10-resnet20-w32", "CMCL"][3].sort < 0, "worse is shown as worse"
+    large = rows["cifar10-resnet20-w32", "CMCL"]
+    assert large[3].sort < 0, "worse is shown as worse"
+    assert large[4].sort < large[3].sort < large[5].sort, "two seeds have an interval"
+    assert all(draws_zero(panel) for panel in figure.panels)
     assert small[7].text == "3 and 3"
     assert save(figure, tmp_path / "gain.svg").read_text().startswith("<svg")
 
 
 def test_error_against_seconds_has_a_point_for_each_method_and_size(tmp_path):
     figure = modern.error_against_seconds(made(ERRORS))
+    assert not any(draws_zero(panel) for panel in figure.panels)
     assert [panel.title for panel in figure.panels] == ["CIFAR-10", "SVHN"]
     rows = {(row[0].text, row[1].text): row for row in figure.numbers.rows}
     assert len(rows) == len(ERRORS)

@@ -77,7 +77,7 @@ def test_the_averaged_prediction_as_the_paper_draws_ie():
     page = pytest.importorskip("cmcl.report.page")
     panels = page.paper_figures(Evidence.of(whole_paper(1)))["2"].panels
     groups = {panel.title: {p["group"] for p in values(panel)} for panel in panels}
-    assert groups == {"MCL": mcl, "CMCL": mcl, "IE, adversarially trained": ie}
+    assert groups == {"MCL": mcl, "CMCL": mcl, "IE + adversarial training": ie}
 
 
 def test_reliability_before_and_after_temperature_scaling():

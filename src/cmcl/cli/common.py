@@ -180,7 +180,7 @@ def several_processes() -> bool:
 
 
 def other_process() -> bool:
-    """Whether it is another one than process 0, which prints for all."""
+    """Whether torchrun started it and it is not process 0, which prints for all."""
     return several_processes() and os.environ.get("RANK") != "0"
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..training import Options
 
 METHODS = {"single": "one network", "ie": "independent ensemble", "mcl": "MCL", "cmcl": "CMCL"}
+SHOWN = ("top1", "oracle", "ece", "scaled_ece")  # of a record, by the demo
 MORE_SEEDS = {  # --segmentation or not -> where results of several seeds are
     False: "results/demo-seeds.txt has twenty seeds",
     True: "results/demo-seeds-segmentation.txt has five seeds",
@@ -71,8 +72,7 @@ def demo(
         common.print_json(found)
         return
     rows = [
-        (title, *(common.number(found[method][key]) for key in ("top1", "oracle", "ece", "scaled_ece")))
-        for method, title in METHODS.items()
+        (title, *(common.number(found[method][key]) for key in SHOWN)) for method, title in METHODS.items()
     ]
     heads = ("method", ">top-1 error %", ">oracle error %", ">ECE %", ">scaled ECE %")
     common.print_table(heads, rows, best=1)
@@ -119,9 +119,7 @@ def train_and_calibrate(name: str, seed: int, out: Path, options: "Options") -> 
 
 def scores(record: "Record") -> dict[str, float]:
     """What the demo shows of a record, in percent."""
-    errors = record.errors["expected"]
-    calibration = {key: record.scores[key] for key in ("ece", "scaled_ece")}
-    return {"top1": errors["top1"], "oracle": errors["oracle"], **calibration}
+    return {key: record.scores[key] for key in SHOWN}
 
 
 def _write_report(out: Path) -> str | None:
@@ -190,9 +188,9 @@ def _everything() -> dict[str, list[dict[str, Any]]]:
 def _recipe(name: str) -> dict[str, Any]:
     """A recipe with a description, the cells of the paper that it fills, and the paper's errors there."""
     from ..reproduction import CELLS, RECIPES
-    from ..reproduction.cells import MODERN_CELLS
+    from ..reproduction.cells import MODERN_CELLS, techniques
 
-    recipe = RECIPES[name]
+    recipe, values = RECIPES[name], RECIPES[name].to_json()
     cells = [cell for cell in (*CELLS, *MODERN_CELLS) if cell.name == name]
     paper = next((cell.paper for cell in cells if cell.paper and not cell.single), None)
     first = cells[0].where[0] if cells else ""
@@ -200,16 +198,14 @@ def _recipe(name: str) -> dict[str, Any]:
     words = [
         f"{METHODS[recipe.method]}, M={recipe.members}" if several else METHODS["single"],
         f"K={recipe.objective['overlap']}" if several and recipe.method != "ie" else "",
-        "sharing" if recipe.sharing else "",
-        "sampled labels" if recipe.objective["labels"] == "sampled" else "",
-        "adversarial" if recipe.adversarial else "",
+        *techniques(values),
         f"subset of {recipe.subset}" if recipe.subset else "",
     ]
     return {
         "name": name,
         "description": ", ".join(filter(None, words)),
         "group": "fig" if first.startswith("fig") else first,
-        "recipe": recipe.to_json(),
+        "recipe": values,
         "paper": None if paper is None else dict(paper),
         "cells": [cell.id for cell in cells],
     }

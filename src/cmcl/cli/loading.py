@@ -26,8 +26,8 @@ class Saved:
     folder: Path  # holds config.json
     name: str  # of the run, or of the folder
     data: str | None = None  # the dataset that it was trained on, if that is recorded
-    network: str | None = None  # the network's name, or the user's MODULE:FUNCTION, likewise ...
-    network_options: Mapping[str, Any] = field(default_factory=dict)  # ... and its arguments
+    network: str | None = None  # its name, or the user's MODULE:FUNCTION, if that is recorded
+    network_options: Mapping[str, Any] = field(default_factory=dict)  # its arguments
 
     def load(
         self,

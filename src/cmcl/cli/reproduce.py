@@ -155,7 +155,7 @@ def _hint(report: "Report") -> str:
 
 def _status(cells: "Sequence[Cell]", results: Path, as_json: bool) -> None:
     from ..reproduction.cells import summarise
-    from ..reproduction.record import load_records
+    from ..reproduction.record import load_records, spread_text
 
     summary = summarise(cells, load_records(results))
     if as_json:
@@ -168,16 +168,12 @@ def _status(cells: "Sequence[Cell]", results: Path, as_json: bool) -> None:
         partial = f"{len(cell['partial'])} partial" if cell["partial"] and not ours else ""
         n = ours["top1"]["n"] if ours else partial or None
         rows.append(
-            (cell["id"], *(_spread(v) if isinstance(v, dict) else common.number(v) for v in numbers), n)
+            (cell["id"], *(spread_text(v) if isinstance(v, dict) else common.number(v) for v in numbers), n)
         )
     columns = ("cell", ">paper top-1 %", ">ours", ">paper oracle %", ">ours", ">seeds")
     common.print_table(columns, rows)
     done = sum(cell["ours"] is not None for cell in summary)
     common.say(f"\n{done} of {len(summary)} cells have a record in {results}/records.")
-
-
-def _spread(value: dict[str, Any]) -> str:
-    return f"{value['mean']:.2f}" + ("" if value["std"] is None else f" ± {value['std']:.2f}")
 
 
 def _print_plan(jobs: "Sequence[Job]", as_json: bool) -> None:
@@ -240,12 +236,14 @@ def _choice(cells: "Sequence[Cell]", results: Path, how: str | None) -> dict[str
 
 
 def _describe_choice(name: str, choice: dict[str, Any] | None) -> str:
+    from ..reproduction.record import spread_text
+
     if choice is None:
         return f"{name}: the search is not finished"
     on = "test data, as the paper presumably did" if choice["chosen_on"] == "test" else "held-out data"
     best = f"beta {choice['beta']:g}, K {choice['overlap']}"
     return (
-        f"{name}: {best}, chosen on {on} (top-1 {_spread(choice['top1'])} % there). On all data: "
+        f"{name}: {best}, chosen on {on} (top-1 {spread_text(choice['top1'])} % there). On all data: "
         f"cmcl train {name} --beta {choice['beta']:g} --overlap {choice['overlap']}"
     )
 

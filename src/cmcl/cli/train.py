@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -333,11 +332,7 @@ def _show(done: "Sequence[tuple[Job, Record]]", as_json: bool) -> None:
             "name": record.name,
             "seed": record.seed,
             "examples": record.test_examples,
-            "top1": record.errors["expected"]["top1"],
-            "oracle": record.errors["expected"]["oracle"],
-            "member": round(fmean(record.members), 6),
-            "ece": record.calibration["ece"],
-            "scaled_ece": record.calibration.get("scaled_ece"),
+            **{key: record.scores.get(key) for key in ("top1", "oracle", "member", "ece", "scaled_ece")},
             "temperature": record.calibration.get("temperature"),
             "seconds": record.seconds,
         }
@@ -358,15 +353,14 @@ def _show(done: "Sequence[tuple[Job, Record]]", as_json: bool) -> None:
 
 def _print_runs(rows: Sequence[dict[str, Any]]) -> None:
     """The seeds of one recipe."""
-    from ..reproduction.record import spread
+    from ..reproduction.record import spread, spread_text
 
     columns = {"top1": "top-1", "oracle": "oracle", "member": "member", "ece": "ECE"}
     if all(row["scaled_ece"] is not None for row in rows):
         columns["scaled_ece"] = "scaled ECE"
     lines = [[row["seed"], *(common.number(row[key]) for key in (*columns, "seconds"))] for row in rows]
     if len(rows) > 1:
-        spreads = (spread([row[key] for row in rows]) for key in columns)
-        lines.append(["mean", *(f"{s['mean']:.2f} ± {s['std']:.2f}" for s in spreads), ""])
+        lines.append(["mean", *(spread_text(spread([row[key] for row in rows])) for key in columns), ""])
     heads = ("seed", *(f">{title} %" for title in columns.values()), ">seconds")
     title = f"{rows[0]['name']}: errors on {rows[0]['examples']:,} test images"
     common.print_table(heads, lines, title=title, best=1)

@@ -51,7 +51,7 @@ class Run:
     data: str | None = None  # name of the dataset; None: the user's own
     parent: str = ""  # name of the folder that holds the run folder
     label: str = ""  # its own
-    title: str = ""  # its method, as far as that tells its recipe from the others
+    title: str = ""  # its method; its recipe too, where several have that method
 
     @classmethod
     def of(cls, record: Record, label: str = "") -> "Run":

@@ -153,8 +153,8 @@ def _of_cells(evidence: Evidence, ids: Iterable[str]) -> list[Run]:
     """The first record of each cell, labelled with its method."""
     found = {}
     for record in (record for id in ids for record in evidence.filling[id][:1]):
-        adversarial = ", adversarially trained" if record.recipe.get("adversarial") else ""
-        found[record.identity] = Run.of(record, METHODS[method_of(record)] + adversarial)
+        more = " + adversarial training" * bool(record.recipe.get("adversarial"))
+        found[record.identity] = Run.of(record, METHODS[method_of(record)] + more)
     return list(found.values())
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from ..networks import NETWORKS
 from ..reproduction.cells import ABSTRACT, Evidence, Records
 from ..reproduction.claims import Verdict
-from ..reproduction.record import Record, spread
+from ..reproduction.record import Record, spread, spread_text
 from ..reproduction.significance import Comparison
 from .load import METHODS, Run, grouped, method_of
-from .tables import Column, Table, Value, dataset_title, names, number, origin, signed, spread_text, with_best
+from .tables import Column, Table, Value, dataset_title, names, number, origin, signed, with_best
 
 MOST = 4  # comparisons shown; the table has all runs
 SETTINGS = ("data", "network", "network_options", "preprocess", "subset", "validation")
@@ -116,10 +116,8 @@ class Pair:
 
     def _cost(self) -> Tile:
         """Training time; its ratio only on the same device in the same precision."""
-        m, seconds = (
-            len(self.mine[0].members),
-            [fmean(r.seconds for r in s) for s in (self.mine, self.other) if s],
-        )
+        m = len(self.mine[0].members)
+        seconds = [fmean(r.seconds for r in side) for side in (self.mine, self.other) if side]
         value, *other = map(duration, seconds)
         verdict = f"prediction runs {m} networks" if m > 1 else "prediction runs one network"
         if other and len({(r.device, r.precision) for r in (*self.mine, *self.other)}) > 1:

@@ -1,13 +1,12 @@
 """Tables, and the paper's with ours beside them. Errors are in percent."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..data.registry import DATASETS
 from ..networks import NETWORKS
-from ..reproduction.cells import ABSTRACT, BESIDE, CELLS, TARGETS, Cell, Evidence, Records
-from ..reproduction.record import Record, distinct
+from ..reproduction.cells import ABSTRACT, BESIDE, CELLS, TARGETS, Cell, Evidence, Records, techniques
+from ..reproduction.record import Record, distinct, spread_text
 from ..reproduction.significance import LEVEL, Comparison
 from .load import METHODS
 
@@ -48,7 +47,8 @@ class Table:
     keys: int = 1  # columns that name a row
 
 
-MARKS = {"same": "✓", "near": "≈", "other": "✗"}  # the side of IE that ours is on, against the paper's
+# Ours is on the paper's side of IE, not significantly different from IE, or on the other side.
+MARKS = {"same": "✓", "near": "≈", "other": "✗"}
 WORSE, MUCH = "▲", 0.5  # points of top-1 error above the paper's, from which ours is marked
 
 
@@ -173,13 +173,8 @@ def _method(cell: Cell) -> str:
     """The method of a row, with what Table 1 adds to it."""
     if cell.single:
         return f"{METHODS['single']} (mean of IE's members)"
-    recipe, small = cell.recipe, cell.where[0] != "table3"
-    extras = {
-        "feature sharing": recipe.sharing and small,
-        "stochastic labels": recipe.labels == "sampled" and small,
-        "adversarial training": recipe.adversarial,
-    }
-    return " + ".join([METHODS[recipe.method], *(name for name, used in extras.items() if used)])
+    more = techniques(cell.recipe.to_json()) if cell.where[0] != "table3" else []
+    return " + ".join([METHODS[cell.recipe.method], *more])
 
 
 def _compared(found: Evidence, cell: Cell, key: str) -> list[Value]:
@@ -222,9 +217,3 @@ def signed(value: float) -> str:
     """A difference; never a negative zero."""
     text = f"{value:+.2f}".replace("-", "−")
     return "0.00" if text[1:] == "0.00" else text
-
-
-def spread_text(found: Mapping[str, Any]) -> str:
-    """Mean, and the standard deviation if there is one."""
-    mean = f"{found['mean']:.2f}"
-    return mean if found["std"] is None else f"{mean} ± {found['std']:.2f}"

@@ -63,7 +63,7 @@ class Report:
 
     jobs: list[Job]  # everything that was missing when it began, in order
     records: list[Record] = field(default_factory=list)
-    late: list[Job] = field(default_factory=list)  # those that the time did not suffice for
+    late: list[Job] = field(default_factory=list)  # not finished for lack of time, or after a signal
     errors: dict[str, Exception] = field(default_factory=dict)  # of runs that failed, by label
     progressed: bool = False  # whether any run is further than before
     stopped: str = ""  # the signal that interrupted it

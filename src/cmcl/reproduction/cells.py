@@ -94,6 +94,16 @@ class Evidence:
         return distinct(r for cell in CELLS if cell.where[0] == figure for r in self.filling[cell.id])
 
 
+def techniques(recipe: Mapping[str, Any]) -> list[str]:
+    """What a recipe, as in a record, adds to its method."""
+    used = {
+        "feature sharing": recipe["sharing"],
+        "stochastic labels": recipe.get("labels") == "sampled",
+        "adversarial training": recipe.get("adversarial"),
+    }
+    return [name for name in used if used[name]]
+
+
 def known_checksums(records: Iterable[Record]) -> dict[str, Mapping[str, str]]:
     """The expected checksums of every dataset: the published ones, else those of most records."""
     votes: dict[str, Counter[str]] = {}
@@ -124,15 +134,13 @@ def summarise(cells: Sequence[Cell], records: Sequence[Record]) -> list[dict[str
     checksums, rows = known_checksums(records), []
     for cell in cells:
         found = _filling(cell, records, checksums)
-        errors = [cell.errors(record) for record in found]
+        errors, printed = [cell.errors(record) for record in found], cell.paper or {}
         partial = [r.file_name for r in records if r.name == cell.name and not fills(r, cell, checksums)]
         rows.append(
             {
                 "id": cell.id,
                 "recipe": cell.name,
-                "paper": {
-                    key: cell.paper and cell.paper[key] for key in ("oracle", "top1")
-                },  # None in figures
+                "paper": {key: printed.get(key) for key in ("oracle", "top1")},  # None in figures
                 "ours": {key: spread([one[key] for one in errors]) for key in KEYS} if errors else None,
                 "records": [record.file_name for record in found],
                 "partial": partial,

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from .cells import CELLS, TARGETS, Evidence, Records
+from .cells import CELLS, TARGETS, Evidence, Records, techniques
 from .record import Record
 from .significance import Comparison
 
 HOLDS, FAILS, UNMEASURED = "holds", "does not hold", "not measured"
 INCONCLUSIVE = "inconclusive"  # the difference is not significant
 UNTESTED = "holds, n = 1"  # one run each, and no test for it
-LEFT_OUT = "left out"  # of a part alone: reported, not counted
+LEFT_OUT = "left out"  # of a part, which is reported and not counted
 
 ENOUGH = 0.5  # of a printed reduction
 FLAT = 1.0  # percent; a smaller change is none
@@ -154,11 +154,10 @@ def _times(records: Sequence[Record]) -> dict[tuple[Any, ...], dict[str, list[fl
     paper = {cell.name: cell.recipe.hash for cell in CELLS}
     for r in records:
         recipe = r.recipe
-        extras = {"feature sharing": recipe["sharing"], "stochastic labels": recipe["labels"] == "sampled"}
-        more = " and ".join(name for name, used in extras.items() if used)
+        more = " and ".join(techniques(recipe))
         name = recipe["method"].upper() + (f" with {more}" if more else "")
         compares = name in RIVALS or name.startswith("CMCL")  # the paper's IE shares nothing
-        if compares and r.complete and not recipe["adversarial"] and paper.get(r.name) == r.recipe_hash:
+        if compares and r.complete and not recipe.get("adversarial") and paper.get(r.name) == r.recipe_hash:
             where = (r.device, r.mesh, r.precision)
             same = (recipe["data"], recipe["network"], recipe["members"], r.steps, *where)
             times.setdefault(same, {}).setdefault(name, []).append(r.seconds)

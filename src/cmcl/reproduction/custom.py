@@ -20,10 +20,10 @@ from ..data.dataset import IGNORE, Dataset, tensor_checksum
 from ..ensemble import Ensemble
 from ..serialization import saved_checksum
 from ..training import Options, Result
-from ..training.batches import Data
+from ..training.batches import Data, tensors
 from ..training.config import Recipe
 from ..training.monitor import finite
-from ..training.preflight import fitting
+from ..training.preflight import as_data, fitting
 from . import environment
 from .evaluate import evaluate_run, predictions
 from .gallery import GalleryBuilder
@@ -62,7 +62,7 @@ def record(
     recipe = replace(recipe, batch_size=size) if size and size % recipe.accumulate == 0 else recipe
     rows = [_plain(row, seed) for row in result.rows]
     data, ood_images = _test_data(ensemble, test, ignore_index), _ood_images(ood)
-    images, targets = (data.images, data.targets) if isinstance(data, Dataset) else data
+    images, targets = tensors(data)
     gallery = GalleryBuilder(data, data.images) if isinstance(data, Dataset) else None
     found = evaluate_run(ensemble, images, targets, ood=ood_images, seed=seed, gallery=gallery)
     ensemble.save(folder / "ensemble")
@@ -142,7 +142,7 @@ def _test_data(ensemble: Ensemble, test: Any, ignore_index: int | None) -> Datas
                 "test must be (inputs, targets) for ignore_index. Got a Dataset, whose value is 255."
             )
         return test
-    inputs, targets = _pair(test)
+    inputs, targets = _pair(as_data("test", test, ensemble))
     if len(inputs) != len(targets):
         raise ValueError(f"test must hold a target for each of {len(inputs)} inputs. Got {len(targets)}.")
     if ignore_index is not None:
@@ -159,18 +159,14 @@ def _ood_images(ood: Any) -> Tensor | None:
     return torch.as_tensor(ood)
 
 
-def _pair(test: Any) -> tuple[Tensor, Tensor]:
+def _pair(test: Data) -> tuple[Tensor, Tensor]:
     """Inputs and targets; those of all batches of a DataLoader."""
-    if isinstance(test, DataLoader):
-        batches = [_checks.pair("test", batch) for batch in _in_order(test)]
-        if not batches:
-            raise ValueError("test must hold at least one batch. Got an empty DataLoader.")
-        return torch.cat([inputs for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
-    arrays = Tensor | np.ndarray
-    if not isinstance(test, tuple | list) or len(test) != 2 or not all(isinstance(t, arrays) for t in test):
-        must = "a Dataset, (inputs, targets) or a DataLoader of such pairs"
-        raise TypeError(f"test must be {must}. Got {_checks.kind(test)}.")
-    return torch.as_tensor(test[0]), torch.as_tensor(test[1])
+    if not isinstance(test, DataLoader):
+        return tensors(test)
+    batches = [_checks.pair("test", batch) for batch in _in_order(test)]
+    if not batches:
+        raise ValueError("test must hold at least one batch. Got an empty DataLoader.")
+    return torch.cat([inputs for inputs, _ in batches]), torch.cat([targets for _, targets in batches])
 
 
 def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -161,9 +161,8 @@ class GalleryBuilder:
         self.best: dict[Any, tuple[float, int, Tensor]] = {}
         self.common = {round(i * (len(images) - 1) / (COMMON - 1)) for i in range(COMMON)}
         self.compared: list[tuple[int, Tensor]] = []  # index and probabilities of evenly spaced images
-        self.seen: list[
-            tuple[Tensor, ...]
-        ] = []  # of a classifier: the fields of `Predictions`, and the scores
+        # of a classifier: the fields of `Predictions`, and the scores
+        self.seen: list[tuple[Tensor, ...]] = []
 
     def update(self, probs: Tensor, start: int) -> None:
         """Add predictions (M, n, C, ...) for the images from `start` on."""
@@ -186,7 +185,7 @@ class GalleryBuilder:
         self.best = {self._key(one[1]): one for one in best}
 
     def _first_of_groups(self, scores: Tensor, start: int) -> Iterator[int]:
-        """The highest score of each group, for as many groups as are shown."""
+        """The image with the highest score in each group, for as many groups as are shown."""
         seen: set[Any] = set()
         for i in scores.argsort(descending=True, stable=True).tolist():
             if len(seen) < SCENES and (key := self._key(start + i)) not in seen:

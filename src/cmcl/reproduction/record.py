@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any, Final, Literal, NotRequired, Self
@@ -49,9 +49,9 @@ class Calibration(TypedDict):
     """Of the averaged prediction, not scaled by a temperature unless said. ECE is in percent."""
 
     ece: Percent  # expected calibration error
-    temperature: NotRequired[Annotated[float, Field(gt=0)]]  # of the ensemble, if it has one ...
-    scaled_ece: NotRequired[Percent]  # ... and the ECE after scaling by it, with its bins
-    scaled_reliability: NotRequired[Reliability]  # ... those bins
+    temperature: NotRequired[Annotated[float, Field(gt=0)]]  # of the ensemble, if it has one
+    scaled_ece: NotRequired[Percent]  # ECE after scaling by the temperature
+    scaled_reliability: NotRequired[Reliability]  # the bins behind the scaled ECE
     nll: NotRequired[float]  # negative log-likelihood, in nats
     brier: NotRequired[float]  # Brier score, 0 to 2
     aurc: NotRequired[float]  # area under the risk-coverage curve, 0 to 1
@@ -163,7 +163,7 @@ class Record(Schema):
         """
         found: Any = self.errors["expected"]
         calibration = {key: value for key, value in self.calibration.items() if key in ("ece", "scaled_ece")}
-        return {**found, "member": fmean(self.members), **calibration}
+        return {**found, "member": round(fmean(self.members), 6), **calibration}
 
     @property
     def identity(self) -> str:
@@ -228,3 +228,9 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     """Mean, sample standard deviation (None for one value) and number of values."""
     std = round(stdev(values), 6) if len(values) > 1 else None
     return {"mean": round(fmean(values), 6), "std": std, "n": len(values)}
+
+
+def spread_text(found: Mapping[str, Any]) -> str:
+    """Mean, and the standard deviation if there is one: "5.20 ± 0.11"."""
+    mean = f"{found['mean']:.2f}"
+    return mean if found["std"] is None else f"{mean} ± {found['std']:.2f}"

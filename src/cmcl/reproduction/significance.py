@@ -18,7 +18,7 @@ class Comparison(NamedTuple):
 
     mine: Spread
     other: Spread
-    examples: int | None  # of the test set, if they err independently; None for pixels, which do not
+    examples: int | None  # of the test set; None for segmentation, whose pixels are not independent
 
     @classmethod
     def of(cls, mine: Sequence[Record], other: Sequence[Record], key: str = "top1") -> "Comparison":
