@@ -41,6 +41,19 @@ def cmcl(capsys, monkeypatch):
 
 
 @pytest.fixture
+def mistake(cmcl):
+    """The message of a command that must fail by a user's mistake: one line, exit code 2 and no output."""
+
+    def run(*arguments):
+        code, out, err = cmcl(*arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert err.startswith("cmcl: ")
+        return err
+
+    return run
+
+
+@pytest.fixture
 def without_altair(monkeypatch):
     """As if the extra `report` were not installed."""
     import cmcl.report

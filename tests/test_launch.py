@@ -65,20 +65,15 @@ def test_mistakes(how, monkeypatch):
         launch.launch([MCL], launcher="local", parallel=1, settings={"partition": "gpu"}, **how)
 
 
-def test_mistakes_on_the_command_line(cmcl, monkeypatch, tmp_path):
-    assert (
-        "--slurm must be used with --launcher slurm. Got None."
-        in cmcl("reproduce", "fig1", "--slurm", "a=1")[2]
-    )
-    assert "--launcher must be one of local, slurm." in cmcl("reproduce", "fig1", "--launcher", "pbs")[2]
+def test_mistakes_on_the_command_line(mistake, monkeypatch, tmp_path):
+    err = mistake("reproduce", "fig1", "--slurm", "a=1")
+    assert "--slurm must be used with --launcher slurm. Got None." in err
+    assert "--launcher must be one of local, slurm." in mistake("reproduce", "fig1", "--launcher", "pbs")
     monkeypatch.setitem(sys.modules, "submitit", None)
     monkeypatch.delitem(sys.modules, "cmcl.reproduction.launch")
     words = ("digits-single", "--launcher", "local", "--out", tmp_path / "runs", "--results", tmp_path / "r")
-    code, _, err = cmcl("reproduce", *words)
-    assert (code, err) == (
-        2,
-        "cmcl: this needs submitit. Install it with: pip install 'confident-mcl[slurm]'.\n",
-    )
+    message = "this needs submitit. Install it with: pip install 'confident-mcl[slurm]'."
+    assert mistake("reproduce", *words) == f"cmcl: {message}\n"
 
 
 @pytest.mark.slow
