@@ -32,7 +32,7 @@ def from_arrays(
         split: name of this split.
         layout: "NCHW", or "NHWC" when the channels come last.
     """
-    labels = _tensor(targets, "targets")
+    labels = as_tensor("targets", targets)
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"targets must be integers. Got {labels.dtype}. Convert with .astype(int).")
     if labels.ndim != 3 or labels.dtype != torch.uint8:
@@ -53,7 +53,7 @@ def _default_names(labels: Tensor) -> tuple[str, ...]:
 
 
 def _images(images: Array, layout: str) -> Tensor:
-    tensor = _tensor(images, "images")
+    tensor = as_tensor("images", images)
     tensor = tensor.float() if tensor.is_floating_point() else tensor
     if found := _checks.not_finite(tensor):
         raise ValueError(f"images must be finite. Got {found}. Clean them, or leave them out.")
@@ -75,12 +75,16 @@ def looks_channels_last(images: Tensor) -> bool:
     return images.ndim == 4 and images.shape[1] > 4 and images.shape[3] in {1, 3, 4}
 
 
-def _tensor(values: Array, name: str) -> Tensor:
+def as_tensor(name: str, values: Any) -> Tensor:
+    """An array, or nested lists, as a tensor; memory is shared if possible."""
     if isinstance(values, Tensor):
         return values
     array = np.asarray(values)
     if array.dtype.kind not in "buif":
-        raise TypeError(f"{name} must be an array of numbers. Got {array.dtype}.")
+        raise TypeError(
+            f"{name} must be an array of numbers. Got {array.dtype} such as {array.ravel()[:1]}. Encode "
+            "classes as 0 to C-1, with sklearn.preprocessing.LabelEncoder, or use cmcl.CMCLClassifier."
+        )
     # torch shares numpy's memory only if it is writable, has no negative strides and native byte order
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     shared = native.flags.writeable and min(native.strides, default=0) >= 0

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .._files import digest, needing_room
+from .._messages import needing_extra
 from .registry import DATASETS, data_root, nearest
 
 
@@ -36,12 +37,9 @@ def _fetch_file(url: str, path: Path, md5: str, progress: bool) -> Path:
             return path
         message = f"{path} must be the published file (md5 {md5}) or not exist. Got other bytes."
         raise ValueError(f"{message} Look at it with `cmcl data check`, or move it away to download again.")
-    try:
+    with needing_extra("fetch", "pooch", "requests"):
         import pooch
         import requests
-    except ImportError as error:
-        message = f"Downloads need the packages pooch and requests. Got no {error.name}."
-        raise ImportError(f"{message} Install them with: pip install 'confident-mcl[fetch]'.") from None
     pooch.get_logger().setLevel(logging.WARNING)
     download = pooch.HTTPDownloader(progressbar=progress and find_spec("tqdm") is not None)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -67,24 +67,24 @@ def load(
     folder = _split_folder(whole, split)
     if (folder / "images").is_dir():
         return read_segmentation(_masked(folder), shape, classes, mode=mode, split=split, source=str(folder))
-    # the training folder names the classes, so that they have the same numbers in every split
-    names = _class_folders(_split_folder(whole, "train"))
-    found = _images_by_class(folder, names, complete=split == "train")
+    found = _images_by_class(whole, split)
     files = [file for files in found.values() for file in files]
     images = stack(collect(lambda file: read_image(file, shape, mode), files))
-    targets = [i for i, name in enumerate(names) for _ in found[name]]
-    return Dataset(images, torch.tensor(targets), tuple(names), split, str(folder))
+    targets = [i for i, files in enumerate(found.values()) for _ in files]
+    return Dataset(images, torch.tensor(targets), tuple(found), split, str(folder))
 
 
-def _images_by_class(folder: Path, names: list[str], *, complete: bool) -> dict[str, list[Path]]:
-    """The images of each class; only the training split must have some of every class."""
+def _images_by_class(whole: Path, split: str) -> dict[str, list[Path]]:
+    """The images of each class in a split; only the training split must have some of every class."""
+    folder = _split_folder(whole, split)
     message = f"{folder} must hold images in the folders of the training classes."
-    present = _class_folders(folder)
+    # the training folder names the classes, so that they have the same numbers in every split
+    present, names = _class_folders(folder), _class_folders(_split_folder(whole, "train"))
     if unknown := sorted(set(present) - set(names)):
         raise ValueError(f"{message} Got classes that train/ lacks: {', '.join(unknown)}. {LAYOUT}")
     found = {name: image_files(folder / name) if name in present else [] for name in names}
     empty = [name for name, files in found.items() if not files]
-    if len(empty) == len(names) or (empty and complete):
+    if len(empty) == len(names) or (empty and split == "train"):
         raise ValueError(f"{message} Got no images in {', '.join(empty) or 'any folder'}. {LAYOUT}")
     return found
 
@@ -99,9 +99,8 @@ def look(root: str | Path, given: Mapping[str, Any]) -> tuple[dict[str, Any], tu
     if (folder / "images").is_dir():
         files, names = [pair.image for pair in _masked(folder)], tuple(options.get("classes") or FOREGROUND)
     else:
-        names = tuple(_class_folders(folder))
-        found = _images_by_class(folder, list(names), complete=True)
-        files = [file for several in found.values() for file in several]
+        found = _images_by_class(whole, "train")
+        files, names = [file for several in found.values() for file in several], tuple(found)
     if "mode" not in options and are_grey(files):
         options["mode"] = "L"
     if not _is_split(whole):

@@ -14,7 +14,6 @@ import copy
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from .. import _checks
 from .._files import open_binary, parse_json, replacing
+from .._messages import warn
 from .dataset import Dataset, check_images, load_recipe, tensor_checksum
 from .registry import cache_root, nearest
 
@@ -44,8 +44,8 @@ _MAX_DIMENSIONS = 1 << 14  # a ZCA matrix of that side already takes 2 GiB in fl
 class Transform:
     """A step that is fitted to images, applied to images, and saved.
 
-    A subclass is a dataclass of its parameters. It defines `_apply`, `_fit` if it learns, and `_invert` if
-    nothing is lost.
+    A subclass is a dataclass of its parameters, with an entry in `KINDS`. It defines `_apply`, `_fit` if it
+    learns, and `_invert` if nothing is lost.
     """
 
     kind: ClassVar[str]  # its name in saved files
@@ -482,15 +482,15 @@ def _cached(kind: str, key: str, compute: Callable[[], Tensors], folder: str | P
             tensors, metadata = _read(path)
             if metadata == _seal(key, tensors):
                 return tensors
-            warnings.warn(f"the cached file {path} is damaged: computing it again", stacklevel=3)
+            warn(f"the cached file {path} is damaged: computing it again")
     except (OSError, SafetensorError) as error:
-        warnings.warn(f"the cached file {path} is unreadable ({error}): computing it again", stacklevel=3)
+        warn(f"the cached file {path} is unreadable ({error}): computing it again")
     tensors = dict(compute())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, tensors, _seal(key, tensors))
     except (OSError, SafetensorError) as error:
-        warnings.warn(f"{path} could not be written ({error}): continuing without a cache", stacklevel=3)
+        warn(f"{path} could not be written ({error}): continuing without a cache")
     return tensors
 
 
