@@ -201,14 +201,13 @@ class TestPieces:
         outputs = [trunk(member, features, rest) for trunk, member, features, (_, rest) in calls]
         assert ensemble.logits(outputs).equal(ensemble(x))
 
-    def test_stream_is_forward_in_eval_mode_part_by_part(self):
+    def test_member_probs_are_those_of_forward_in_eval_mode(self):
         ensemble, x = Ensemble(Net, 3, share_after="act"), torch.randn(7, 4)
         ensemble.transform = MeanStd()  # not fitted: it would raise
-        parts = list(ensemble.stream(x, 3))
-        assert [part.shape[1] for part in parts] == [3, 3, 1]
+        probs = ensemble.member_probs(x)
         assert ensemble.training
-        assert not parts[0].requires_grad
-        torch.testing.assert_close(torch.cat(parts, 1), ensemble.eval()(x))
+        assert not probs.requires_grad
+        assert probs.equal(ensemble.eval()(x).softmax(2))
 
 
 class TestPredict:

@@ -39,9 +39,13 @@ class Prediction(NamedTuple):
     chosen: Tensor  # (B,)  the most confident member: lowest entropy
 
 
-def prediction(logits: Tensor, temperature: float | None = None) -> Prediction:
-    """The prediction of logits (M, B, C, ...), in float32 or more."""
-    member_probs = logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32))
+def probabilities(logits: Tensor) -> Tensor:
+    """The members' probabilities of logits (M, B, C, ...), in float32 or more."""
+    return logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def prediction(member_probs: Tensor, temperature: float | None = None) -> Prediction:
+    """The prediction by the members' probabilities (M, B, C, ...)."""
     entropies = entropy(member_probs)
     probs = member_probs.mean(0)
     if temperature is not None:
@@ -156,7 +160,6 @@ class Ensemble(nn.Module):
         _checks.same_device("x", _checks.inputs(x), next(self.parameters(), x))
         self._verify(x)
 
-    @torch.no_grad()
     def predict(self, x: Tensor, *, batch_size: int | None = None, flip: bool | None = None) -> Prediction:
         """The prediction for inputs (B, ...) in eval mode, in parts of `batch_size`.
 
@@ -166,11 +169,22 @@ class Ensemble(nn.Module):
         batch_size = max(len(_checks.inputs(x)), 1) if batch_size is None else batch_size
         _checks.positive("batch_size", batch_size)
         device = next(self.parameters(), x).device
+        parts = (self._prepared(part.to(device)) for part in torch.split(x, int(batch_size)))
         with in_eval(self):
-            parts = (self._prepared(part.to(device)) for part in torch.split(x, int(batch_size)))
-            logits = torch.cat([self.test_logits(part, flip=flip).to(x.device) for part in parts], 1)
+            probs = [self.member_probs(part, flip=flip).to(x.device) for part in parts]
+        return prediction(torch.cat(probs, 1), self.temperature)
+
+    @torch.no_grad()
+    def member_probs(self, x: Tensor, *, flip: bool | None = None) -> Tensor:
+        """The members' probabilities (M, B, C, ...) of inputs (B, ...) in eval mode; `flip` as for `predict`.
+
+        No transform is applied: x is what the networks take.
+        """
+        x = _checks.inputs(x).to(next(self.parameters(), x).device)
+        with in_eval(self):
+            logits = self.test_logits(x, flip=flip)
         _checks.no_numbers(logits)
-        return prediction(logits, self.temperature)
+        return probabilities(logits)
 
     def test_logits(self, x: Tensor, *, flip: bool | None = None) -> Tensor:
         """Logits (M, B, C, ...) as predictions use them; `flip` as for `predict`."""
@@ -182,18 +196,6 @@ class Ensemble(nn.Module):
         mirrored: Tensor = self(x.flip(-1))
         mirrored = mirrored.flip(-1) if logits.ndim > 3 else mirrored  # back, if dense
         return (logits + mirrored) / 2
-
-    def stream(self, x: Tensor, batch_size: int, *, flip: bool | None = None) -> Iterator[Tensor]:
-        """Logits (M, b, C, ...) of inputs (B, ...) in parts of `batch_size`, on the ensemble's device.
-
-        In eval mode and without gradients. No transform is applied: x is what the networks take.
-        """
-        _checks.positive("batch_size", batch_size)
-        device = next(self.parameters(), x).device
-        for part in torch.split(_checks.inputs(x), int(batch_size)):
-            with torch.no_grad(), in_eval(self):
-                logits = self.test_logits(part.to(device), flip=flip)
-            yield logits
 
     def save(self, path: str | Path, *, with_transform: bool = False) -> None:
         """Write a folder for `cmcl.load`, never a pickle; a large transform only if `with_transform`."""

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from . import _checks
 from .data.dataset import hold_out, identities
-from .ensemble import Ensemble, Prediction, in_eval
+from .ensemble import Ensemble, Prediction
 from .networks import plain
 from .objectives import TaskLoss
 from .training import Options, fit
 from .training.choosing import FRACTION, HELD_OUT
 from .training.config import Recipe
 from .training.cuda import find_device
+from .training.preflight import probe
 from .training.scoring import held_out_temperature
 
 Array = npt.NDArray[Any]
@@ -276,8 +277,7 @@ def _is_raw(X: Array) -> bool:
 
 def _check_outputs(ensemble: Ensemble, x: Tensor, classes: int) -> None:
     """Two examples through the members: a wrong number of outputs would be noticed late, or never."""
-    with torch.no_grad(), in_eval(ensemble):
-        logits: Tensor = ensemble(x.to(next(ensemble.parameters(), x).device))  # (M, 2, outputs)
+    logits = probe("X", ensemble, x)  # (M, 2, outputs)
     if logits.shape[2:] != (classes,):
         got = " x ".join(map(str, logits.shape[2:]))
         raise ValueError(

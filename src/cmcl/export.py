@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +19,12 @@ from torch import Tensor, nn
 
 from . import __version__, _checks
 from ._files import replacing
-from ._messages import first_line
+from ._messages import first_line, needing_extra
 from .data.transforms import Transform
-from .ensemble import Ensemble, Prediction, prediction
+from .ensemble import Ensemble, Prediction, prediction, probabilities
 
 FORMATS = ("onnx", "torch")
+ONNX = ("onnx", "onnxscript", "onnxruntime")  # packages that its export needs
 OUTPUTS = Prediction._fields  # probs (B, C, ...), member_probs (M, B, C, ...), entropy (M, B), chosen (B,)
 TOLERANCE = 1e-4
 ABOUT = "about.json"  # an extra file inside a program of torch.export; ONNX has a place for such texts
@@ -54,7 +54,7 @@ class Graph(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """The outputs by name, because readers of the file may not have cmcl and its classes."""
         logits = self.ensemble.test_logits(x if self.preprocess is None else self.preprocess(x.float()))
-        return prediction(logits, self.ensemble.temperature)._asdict()
+        return prediction(probabilities(logits), self.ensemble.temperature)._asdict()
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def onnx_runner(path: str | Path) -> Runner:
 
 def _predict(ensemble: Ensemble, x: Tensor) -> Prediction:
     try:
-        return prediction(ensemble.test_logits(x), ensemble.temperature)
+        return prediction(probabilities(ensemble.test_logits(x)), ensemble.temperature)
     except (RuntimeError, IndexError) as error:
         types = {str(p.dtype).removeprefix("torch.") for p in ensemble.parameters()}
         raise ValueError(
@@ -237,14 +237,13 @@ def _quiet(name: str) -> Iterator[None]:
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
             yield
     finally:
         logger.setLevel(before)
 
 
 def _need_onnx() -> None:
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if find_spec(name) is None:
-            raise ImportError(f"ONNX export needs {name}. Install it: pip install 'confident-mcl[export]'")
+    with needing_extra("export", *ONNX):
+        for name in ONNX:
+            import_module(name)

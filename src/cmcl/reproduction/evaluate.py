@@ -15,7 +15,8 @@ from .. import calibration, metrics
 from .._messages import progress_bar
 from ..data.dataset import default_ignore_index
 from ..ensemble import Ensemble
-from ..training.scoring import errors, member_probs
+from ..training.preflight import inputs_of
+from ..training.scoring import errors
 from .gallery import GalleryBuilder
 
 BINS = 50  # of an entropy histogram, from 0 to log C
@@ -136,7 +137,7 @@ def predictions(
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             for part in progress_bar(images.cpu().split(batch_size), title):
-                yield member_probs(ensemble, part.to(device))
+                yield ensemble.member_probs(inputs_of(ensemble.transform, part.to(device))).cpu()
     finally:
         ensemble.share_at_test = before
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from .. import _checks, metrics
 from .._messages import first_line, warn, without_addresses
-from ..data.arrays import looks_channels_last
+from ..data.arrays import as_tensor, looks_channels_last
 from ..data.dataset import Dataset, default_ignore_index, not_ignored
 from ..data.transforms import MeanStd, Transform
 from ..ensemble import Ensemble, in_eval
@@ -109,7 +109,8 @@ def preflight(
         warn(f"train images hold {found}. Most networks return NaN for them: clean them, or leave them out.")
 
     transform = _transform(ensemble, train, images)
-    logits = probe("train", ensemble, inputs_of(transform, images[:2]))  # (M, 2, C, ...)
+    inputs = inputs_of(transform, images[:2])  # enough to try everything on
+    logits = probe("train", ensemble, inputs)  # (M, 2, C, ...)
     if hint := _checks.normalised(logits):
         warn(hint)
     classes, dense = logits.shape[2], logits.ndim > 3
@@ -125,11 +126,11 @@ def preflight(
         raise ValueError(f"images must be (N, C, H, W) for flip_at_test. Got {tuple(images.shape)}.")
     augment = augmented(recipe.augment, classes, augment) if recipe.augment or augment else None
     if augment is not None:
-        _try_augment(augment, inputs_of(transform, images[:2]).to(device), targets[:2].to(device))
+        _try_augment(augment, inputs.to(device), targets[:2].to(device))
     frozen = [part for m in ensemble.members if m.training for part in m.modules() if not part.training]
-    sizes = _sizes(ensemble, inputs_of(transform, images[:1]), frozen) if launched() > 1 else Sizes(0)
+    sizes = _sizes(ensemble, inputs[:1], frozen) if launched() > 1 else Sizes(0)
     mesh = _mesh(ensemble, recipe, options, train, sizes)
-    _check_batch_norm(ensemble, frozen, train, recipe, inputs_of(transform, images[:1]))
+    _check_batch_norm(ensemble, frozen, train, recipe, inputs[:1])
     for name, scored in (("the held-out part of train", held_out), ("test", test)):
         if scored is not None:
             check_scored(name, ensemble, scored, ignore_index, transform)
@@ -153,7 +154,7 @@ def preflight(
         stack=task is None
         and not frozen
         and mesh == Shape()
-        and _stack(ensemble, recipe, options, device, train, inputs_of(transform, images[:1])),
+        and _stack(ensemble, recipe, options, device, train, inputs[:1]),
         mesh=mesh,
         traffic=traffic(mesh, recipe.members, max(_batch_sizes(train, recipe.batch_size), default=0), sizes),
     )
@@ -186,7 +187,7 @@ def as_data(name: str, data: Any, ensemble: Ensemble) -> Data:
         return data  # type: ignore[no-any-return]
     pair = isinstance(data, tuple | list) and len(data) == 2
     if pair and all(isinstance(part, Tensor | np.ndarray | list) for part in data):
-        images, targets = _as_tensor(f"{name} images", data[0]), _as_tensor(f"{name} targets", data[1])
+        images, targets = as_tensor(f"{name} images", data[0]), as_tensor(f"{name} targets", data[1])
         if images.is_floating_point() and not isinstance(data[0], Tensor):
             images = images.to(_dtype(ensemble) or images.dtype)
         return images, targets
@@ -194,18 +195,6 @@ def as_data(name: str, data: Any, ensemble: Ensemble) -> Data:
         f"{name} must be a Dataset, a pair (images, targets) of tensors or arrays, or a DataLoader. Got "
         f"{_checks.kind(data)}. Wrap a dataset of torch's in a DataLoader."
     )
-
-
-def _as_tensor(name: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    array = np.ascontiguousarray(value)
-    if array.dtype.kind in "OUS":
-        raise TypeError(
-            f"{name} must be numbers. Got {array.dtype} such as {array.flat[0]!r}. Encode classes as 0 to "
-            "C-1, with sklearn.preprocessing.LabelEncoder, or use cmcl.CMCLClassifier, which does it."
-        )
-    return torch.from_numpy(array)
 
 
 def _dtype(ensemble: Ensemble) -> torch.dtype | None:
@@ -358,7 +347,7 @@ def probe(name: str, ensemble: Ensemble, inputs: Tensor) -> Tensor:
 
     In eval mode; nothing is changed, and no random number is drawn.
     """
-    device = next(ensemble.parameters()).device
+    device = next(ensemble.parameters(), inputs).device
     try:
         cuda = [device] if device.type == "cuda" else []
         with torch.no_grad(), in_eval(ensemble), torch.random.fork_rng(cuda):

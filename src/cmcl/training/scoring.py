@@ -94,16 +94,9 @@ def _predictions(
     """
     batches = islice(_batches(as_data("data", data, ensemble), batch_size), mesh.rank, None, mesh.size)
     for images, targets in batches:
-        probs = member_probs(ensemble, images, flip=flip)
+        probs = ensemble.member_probs(inputs_of(ensemble.transform, images), flip=flip)
         ignore = resolved(ignore_index, targets, probs.shape[2], dense=targets.ndim > 1)
-        yield probs, targets.cpu(), ignore
-
-
-def member_probs(ensemble: Ensemble, images: Tensor, *, flip: bool | None = None) -> Tensor:
-    """The members' probabilities (M, b, C, ...) for a batch, on the CPU; raw images are transformed."""
-    logits = next(ensemble.stream(inputs_of(ensemble.transform, images), len(images), flip=flip))
-    _checks.no_numbers(logits)
-    return logits.softmax(2, dtype=torch.promote_types(logits.dtype, torch.float32)).cpu()
+        yield probs.cpu(), targets.cpu(), ignore
 
 
 def _batches(data: Data, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
