@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .._files import parse_json, replacing
+from .._messages import warn
 from .._schema import Schema
 from .config import Options, Recipe
 from .mesh import ALONE, Mesh, restarted
@@ -117,7 +117,7 @@ class Checkpoints:
                 damaged[path] = str(error)
                 continue
             for bad, reason in damaged.items():
-                warnings.warn(f"{bad} is damaged: {reason} Using {path.name} instead.", stacklevel=2)
+                warn(f"{bad} is damaged: {reason} Using {path.name} instead.")
             self._newest = path
             return found
         if damaged:
@@ -177,7 +177,7 @@ def locked(folder: Path) -> Iterator[None]:
             "it, or choose another folder."
         ) from None
     except NotImplementedError as error:  # a file system without locks
-        warnings.warn(f"{folder} cannot be locked ({error}). Let no other process train there.", stacklevel=4)
+        warn(f"{folder} cannot be locked ({error}). Let no other process train there.")
     try:
         yield
     finally:
@@ -348,19 +348,15 @@ class RunFolder:
         )
 
     def _check_same_run(self, found: Facts, state: TrainState) -> None:
-        ours = self._facts(state)
-        for name in ("recipe", "seed", "task", "data"):
+        ours, before = self._facts(state), Recipe.from_json(found.recipe)  # with fields that came later
+        if before.to_json() != ours.recipe:
+            state.recipe.check_extends(before)
+            if found.step > state.steps:
+                raise ValueError(f"steps must be at least {found.step}, those done. Got {state.steps}.")
+        for name in ("seed", "task", "data"):
             then, now = getattr(found, name), getattr(ours, name)
-            if name == "recipe":  # fields that came later have their defaults
-                then = Recipe.from_json(then).to_json()
-            if then == now:
-                continue
-            if name == "recipe":
-                state.recipe.check_extends(Recipe.from_json(then))
-                if found.step > state.steps:
-                    raise ValueError(f"steps must be at least {found.step}, those done. Got {state.steps}.")
-                continue
-            raise ValueError(f"{name} must be that of the run to resume, {then}. Got {now}.")
+            if then != now:
+                raise ValueError(f"{name} must be that of the run to resume, {then}. Got {now}.")
 
 
 def _tensors(state: TrainState) -> dict[str, Tensor]:

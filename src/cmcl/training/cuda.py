@@ -6,7 +6,6 @@ The only module of `cmcl.training` that uses private torch API, through `private
 import os
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._messages import first_line, private_torch
+from .._messages import first_line, private_torch, warn
 from .batches import DRAWS, epoch_seed
 from .config import Options
 
@@ -168,7 +167,7 @@ class Compiler:
                 self._compiled[function] = function
                 if not self._warned:  # if one cannot be compiled, the others often cannot either
                     self._warned, reason = True, first_line(getattr(error, "inner_exception", error))
-                    warnings.warn(f"{function.__name__} runs uncompiled, and slower: {reason}", stacklevel=2)
+                    warn(f"{function.__name__} runs uncompiled, and slower: {reason}")
                 return function(*args, **options)
 
         return run
@@ -346,7 +345,7 @@ def captured(step: "Step") -> "Step | Captured":
         raise
     except RuntimeError as error:
         reason = first_line(error.__context__ or error)  # ending a failed capture is an error of its own
-        warnings.warn(f"the step runs without a CUDA graph, and slower: {reason}", stacklevel=4)
+        warn(f"the step runs without a CUDA graph, and slower: {reason}")
         step.run.streams = []
         return step
 

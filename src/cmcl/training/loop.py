@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from .._messages import warn
-from ..data.dataset import Dataset
 from ..ensemble import Ensemble
 from ..objectives import TaskLoss
 from ..stacking import Stacked
@@ -101,15 +100,9 @@ def fit(
     options = options or Options()
     if resume and out is None:
         raise ValueError("out must name the folder of the run to resume. Got None.")
-    plan = preflight(  # raises, and changes nothing
-        *(ensemble, train, test),
-        recipe=recipe,
-        seed=seed,
-        task=task,
-        ignore_index=ignore_index,
-        augment=augment,
-        options=options,
-    )
+    how: dict[str, Any] = {"task": task, "ignore_index": ignore_index, "augment": augment}
+    # raises, and changes nothing
+    plan = preflight(ensemble, train, test, recipe=recipe, seed=seed, options=options, **how)
     mesh = Mesh(plan.mesh, plan.device)
     errors: dict[int, float] = {}
     if plan.recipe.chooses_overlap:
@@ -118,7 +111,6 @@ def fit(
         if saved is not None:
             plan.recipe = replace(plan.recipe, overlap=saved.overlap)
         else:
-            how = {"task": task, "ignore_index": ignore_index, "augment": augment}
             errors, options = _overlap_errors(ensemble, plan, options, how)
             best = min(errors, key=errors.__getitem__)  # the first of equal ones
             plan.recipe = replace(plan.recipe, overlap=best)
@@ -128,7 +120,7 @@ def fit(
         execution(options, plan.seed),
         RunFolder(out, options, mesh) as folder,
         mesh.batch_norm(ensemble),
-        _silent_if(mesh.rank > 0),
+        warnings.catch_warnings(action="ignore") if mesh.rank > 0 else nullcontext(),  # process 0 warns
     ):
         with _on_device(ensemble, plan.device):
             batches = plan.batches()
@@ -201,7 +193,10 @@ def fit(
             state.average.swap()
         ensemble.eval()
         if plan.held_out is not None:
-            ensemble.temperature = _temperature(ensemble, plan.held_out, options, ignore_index)
+            with torch.random.fork_rng(devices=[]):  # for masks drawn at test time
+                ensemble.temperature = held_out_temperature(
+                    ensemble, plan.held_out, batch_size=options.evaluation_batch, ignore_index=ignore_index
+                )
         scores = None if plan.test is None else _scores(ensemble, plan.test, options, ignore_index, mesh)
     return Result(
         state.step,
@@ -277,15 +272,6 @@ def _make_step(state: TrainState, batches: Batches, plan: Plan, epoch: int) -> S
     return captured(step)
 
 
-@contextmanager
-def _silent_if(silent: bool) -> Iterator[None]:
-    """Without warnings: process 0 of a mesh gives them."""
-    with warnings.catch_warnings() if silent else nullcontext():
-        if silent:
-            warnings.simplefilter("ignore")
-        yield
-
-
 def _are_apart(ensemble: Ensemble, recipe: Recipe) -> bool:
     """Whether members can run on parallel streams: not if they share weights that each of them would run."""
     own = [id(t) for member in ensemble.members for t in (*member.parameters(), *member.buffers())]
@@ -298,14 +284,6 @@ def _scores(
     devices = {p.device.index for p in ensemble.parameters() if p.is_cuda}
     with torch.random.fork_rng(devices):  # masks drawn at test time must not change the training
         return evaluate_together(ensemble, data, options.evaluation_batch, ignore_index, mesh)
-
-
-def _temperature(
-    ensemble: Ensemble, held_out: Dataset, options: Options, ignore_index: int | str | None
-) -> float:
-    with torch.random.fork_rng(devices=[]):  # for masks drawn at test time
-        size = options.evaluation_batch
-        return held_out_temperature(ensemble, held_out, batch_size=size, ignore_index=ignore_index)
 
 
 def _describe(
