@@ -34,13 +34,11 @@ def _mean_entropy(member_probs: Tensor) -> Tensor:
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {  # (M, N, C, ...) -> (N,); higher: less confident
     "confidence": _confidence,  # 1 - the averaged prediction's highest probability
     "mean_entropy": _mean_entropy,  # of the averaged prediction, nats: members are uncertain, or disagree
-    "member_entropy": lambda probs: metrics.entropy(probs).mean(
-        0
-    ),  # mean over members, nats: high if many are near-uniform
-    "lowest_entropy": lambda probs: metrics.entropy(probs).amin(
-        0
-    ),  # of the most confident member, nats: high without a specialist
-    # The second less the third, nats: high if members predict different classes.
+    # mean over members, nats: high if many are near-uniform
+    "member_entropy": lambda probs: metrics.entropy(probs).mean(0),
+    # of the most confident member, nats: high without a specialist
+    "lowest_entropy": lambda probs: metrics.entropy(probs).amin(0),
+    # the second less the third, nats: high if members predict different classes
     "disagreement": lambda probs: _mean_entropy(probs) - metrics.entropy(probs).mean(0),
 }
 

@@ -3,7 +3,7 @@
     loss = mean_i sum_m  q_mi * task_mi + beta * (1 - q_mi) * KL_mi
 
 `assign` chooses the weights q: 1 for the K specialists of an example and 0 for the others in the paper.
-To add an objective: a term or rule here, its field in `Recipe` and in `Recipe.objective`, the next `SCHEMA`.
+To add an objective: a term or rule here, its field in `Recipe`, `Recipe.objective` and `LATER` of config.py.
 
 M members, B batch, C classes, S samples, K overlap, T targets. Logits: (M, B, C), or dense (M, B, C, H, W).
 """

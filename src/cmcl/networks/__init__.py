@@ -1,6 +1,7 @@
 """Networks: the paper's five, a fast one for images, and the default of `CMCLClassifier`.
 
 Importing this package does not load torch: a network's module is imported when the network is first used.
+To add one: a module with the function that builds it, and its entry in `NETWORKS`.
 """
 
 import inspect
