@@ -62,12 +62,6 @@ def test_what_depends_on_the_length_cannot_be_extended(tmp_path, tied):
         fit(replace(short, epochs=4), out=tmp_path / "run", resume=True)
 
 
-def test_nothing_but_the_length_may_change(tmp_path):
-    fit(SHORT, out=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"that of the run to resume, lr=0.05. Got lr=0.1"):
-        fit(replace(SHORT, epochs=4, lr=0.1), out=tmp_path / "run", resume=True)
-
-
 def test_the_command(cmcl, mistake, tmp_path):
     words = ["train", "digits-ie", "--members", 2, "--subset", 100, "--out", tmp_path, "--quiet", "--json"]
     words += ["--set", "decay=1", "--epochs"]

@@ -46,6 +46,8 @@ BASE = Recipe(epochs=10)
         (dict(overlap=True), "overlap must be .* Got True"),
         (dict(overlap="all"), "overlap must be .* Got 'all'"),
         (dict(overlap="auto", rule="annealed"), "overlap must be 1 with rule='annealed'. Got auto"),
+        (dict(overlap=2, rule="annealed"), "overlap must be 1 with rule='annealed'. Got 2"),
+        (dict(evolve=0.5, rule="annealed"), "evolve must be 0 with rule='annealed'. Got 0.5"),
         (dict(beta=-0.1), "beta must .* Got -0.1"),
         (dict(beta=float("inf")), "beta must .*finite number. Got inf"),
         (dict(beta=float("nan")), "beta must .*finite number. Got nan"),
@@ -167,7 +169,6 @@ def test_numbers_of_numpy():
 def test_equal_recipes_have_equal_hashes():
     whole, same = replace(BASE, epochs=2), replace(BASE, epochs=2.0)
     assert (whole == same, whole.hash == same.hash) == (True, True)
-    assert replace(BASE, decay_steps=10).hash != BASE.hash
 
 
 @pytest.mark.parametrize(
@@ -219,10 +220,6 @@ def test_rules_are_not_for_independent_training():
     relaxed = replace(BASE, rule="relaxed", epsilon=0.2, method="mcl")
     assert (relaxed.objective["rule"], relaxed.objective["epsilon"]) == ("relaxed", 0.2)
     assert replace(relaxed, method="ie").objective["rule"] == "hard"
-    with pytest.raises(ValueError, match="overlap must be 1 with rule='annealed'"):
-        replace(BASE, rule="annealed", overlap=2)
-    with pytest.raises(ValueError, match="evolve must be 0 with rule='annealed'"):
-        replace(BASE, rule="annealed", evolve=0.5)
 
 
 class TestSchedules:

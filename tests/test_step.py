@@ -25,6 +25,7 @@ from cmcl.training.cuda import Compiler, Runner, compiler_settings, joined
 from cmcl.training.optim import set_lr
 from cmcl.training.step import Step, TrainState
 from helpers import only_our_warnings
+from test_train import identical, weights
 
 CPU = torch.device("cpu")
 N, B, CLASSES = 40, 8, 4
@@ -88,10 +89,6 @@ def run(step, state, recipe, steps=20):
             step()
 
 
-def weights(ensemble):
-    return {key: value.clone() for key, value in ensemble.state_dict().items()}
-
-
 def difference(ours, theirs):
     """The largest difference between two ensembles' weights and buffers."""
     assert ours.keys() == theirs.keys()
@@ -104,10 +101,6 @@ def distance(ours, theirs, start):
     apart = sum((ours[key] - theirs[key]).double().square().sum() for key in learned)
     way = sum((theirs[key] - start[key]).double().square().sum() for key in learned)
     return (apart / way).sqrt().item()
-
-
-def identical(ours, theirs):
-    return ours.keys() == theirs.keys() and all(ours[key].equal(theirs[key]) for key in ours)
 
 
 RECIPE = Recipe(

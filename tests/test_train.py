@@ -671,7 +671,7 @@ class TestRefusals:
         ("changes", "message"),
         [
             (
-                dict(recipe=replace(RECIPE, lr=0.5)),
+                dict(recipe=replace(RECIPE, epochs=8, lr=0.5)),  # of a longer run, too
                 r"recipe must be that of the run to resume, lr=0.05. Got lr=0.5.$",
             ),
             (dict(seed=3), "seed must be that of the run to resume, 2. Got 3"),
