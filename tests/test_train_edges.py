@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from cmcl import Ensemble, Recipe, fit, record
+from cmcl._messages import private_torch
 from cmcl.data import Dataset, from_arrays
 from cmcl.data.dataset import stratified_subset
 from cmcl.data.transforms import MeanStd
@@ -499,3 +500,20 @@ def test_several_threads_may_ask_a_trained_ensemble():
     with ThreadPoolExecutor(4) as threads:
         answers = list(threads.map(lambda _: ensemble.predict(images).probs, range(40)))
     assert all(torch.equal(answer, alone) for answer in answers)
+
+
+@pytest.mark.parametrize("name", ["_foreach_norm", "_foreach_copy_"])
+def test_a_torch_without_a_private_function_is_warned_about_once(monkeypatch, name):
+    recipe = replace(LINEAR, clip_norm=0.1, ema=0.1)
+    usual, other = apart(), apart()
+    fit(usual, dataset(), recipe=recipe, options=QUIET)
+    monkeypatch.delattr(torch, name)
+    private_torch.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=f"has no torch.{name}; cmcl works without it") as warned:
+            fit(other, dataset(), recipe=recipe, options=QUIET)
+        assert len(warned) == 1
+    finally:
+        private_torch.cache_clear()
+    for one, two in zip(usual.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two)

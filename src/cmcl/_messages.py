@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -19,8 +20,9 @@ def warn(text: str) -> None:
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
 
+@cache
 def private_torch(path: str, instead: Any) -> Any:
-    """A private attribute of torch by its full path; `instead`, and a warning, if this torch has none."""
+    """A private attribute of torch by its full path; `instead`, and one warning, if this torch has none."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._messages import first_line, private_torch, warn
 from .batches import DRAWS, epoch_seed
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .step import Step
 
 Function = Callable[..., Any]
+PUBLIC_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# The class of every batch normalisation, also of other packages'.
+BATCH_NORM: Any = private_torch("torch.nn.modules.batchnorm._BatchNorm", PUBLIC_BATCH_NORMS)
 
 
 def find_device(name: str) -> torch.device:

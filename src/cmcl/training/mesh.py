@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ensemble import Ensemble
 from ..objectives import OracleLoss
 from .batches import epoch_seed
-from .cuda import copy_all, flat, views
+from .cuda import BATCH_NORM, copy_all, flat, views
 
 AXES = ("members", "data")
 TIMEOUT = timedelta(minutes=10)  # for a process that hangs; a process that died is noticed at once
@@ -199,16 +198,16 @@ class Mesh:
     @contextmanager
     def batch_norm(self, ensemble: Ensemble) -> Iterator[None]:
         """Normalise by the statistics of the whole batch, in train mode and inside `apart`."""
-        found = [m for m in ensemble.modules() if isinstance(m, _BatchNorm)] if self.shape.data > 1 else []
+        found = [m for m in ensemble.modules() if isinstance(m, BATCH_NORM)] if self.shape.data > 1 else []
         for module in found:
-            module.forward = partial(self._normalise, module)  # type: ignore[method-assign]
+            module.forward = partial(self._normalise, module)
         try:
             yield
         finally:
             for module in found:
                 del module.forward  # that of its class again
 
-    def _normalise(self, module: _BatchNorm, x: Tensor) -> Tensor:
+    def _normalise(self, module: nn.BatchNorm1d, x: Tensor) -> Tensor:
         if not (self.apart and module.training):
             usual: Tensor = type(module).forward(module, x)
             return usual
@@ -422,7 +421,7 @@ def _each(mesh: Mesh, collective: Callable[..., Any], tensors: list[Tensor], whe
 
 
 @torch.no_grad()
-def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+def _track(module: nn.BatchNorm1d, mean: Tensor, variance: Tensor) -> None:
     """Update the running statistics as BatchNorm does."""
     if not module.track_running_stats or module.running_mean is None or module.running_var is None:
         return
@@ -434,9 +433,9 @@ def _track(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
         running.lerp_(now.to(running.dtype), rate or 0.0)
 
 
-def normalises_as_usual(module: _BatchNorm) -> bool:
+def normalises_as_usual(module: nn.Module) -> bool:
     """Whether a BatchNorm is one of torch's, not one with a forward of its own."""
-    return type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return type(module).forward in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 
 
 def _join(device: torch.device) -> torch.device:

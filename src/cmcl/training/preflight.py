@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -28,7 +27,7 @@ from ..stacking import pays, stackable
 from .augment import Augmentation, augmented
 from .batches import Batch, Batches, Data, Loaded, Resident, first_batch, hold_out, subset, tensors
 from .config import Options, Recipe, check_seed
-from .cuda import default_generator, find_device
+from .cuda import BATCH_NORM, default_generator, find_device
 from .mesh import Shape, Sizes, Traffic, choose, launched, normalises_as_usual, parse, traffic
 
 AUTO = "auto"  # of ignore_index
@@ -384,7 +383,7 @@ def _check_batch_norm(
     single: list[bool] = []
 
     def look(module: nn.Module, args: Any) -> None:
-        if isinstance(module, _BatchNorm) and module not in frozen:
+        if isinstance(module, BATCH_NORM) and module not in frozen:
             single.append(args[0].numel() == args[0].shape[1])  # (1, C), or (1, C, 1, 1)
 
     with register_module_forward_pre_hook(look):
@@ -462,8 +461,8 @@ def _sizes(ensemble: Ensemble, inputs: Tensor, frozen: list[nn.Module]) -> Sizes
     )
 
 
-def _batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    return [part for part in module.modules() if isinstance(part, _BatchNorm)]
+def _batch_norms(module: nn.Module) -> list[Any]:
+    return [part for part in module.modules() if isinstance(part, BATCH_NORM)]
 
 
 def _shared_values(ensemble: Ensemble, inputs: Tensor) -> int:
