@@ -229,6 +229,11 @@ def become_another_step(path):
     path.rename(path.with_name(path.name.replace("step-00000002", "step-00000003")))
 
 
+def become_endless(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 DAMAGES = [
     *(truncate, flip_first, flip_last, empty, become_foreign, become_another_programs),
     *(
@@ -237,7 +242,7 @@ DAMAGES = [
         become("[]"),
         become('{"step": 2}'),
     ),
-    *(become_another_step, become_a_folder),
+    *(become_another_step, become_endless, become_a_folder),
 ]
 
 

@@ -194,12 +194,26 @@ class TestFile:
         assert steps(written) == [10, 20, *([30] if cut == 1 else []), 40]
 
     @pytest.mark.parametrize(
-        "line", [b"\xff\xfe", b"7", b"null", b'{"loss": 1}', b'{"step": null}', b"[" * 9999]
+        "line",
+        [
+            b"\xff\xfe",
+            b"7",
+            b"null",
+            b'{"loss": 1}',
+            b'{"step": null}',
+            b"[" * 9999,
+            b'{"step": 1%s}' % (b"0" * 400),
+        ],
     )
     def test_lines_that_are_no_rows(self, written, line):
         written.write_bytes(written.read_bytes() + line + b"\n")
         TelemetryFile(written, step=99)
         assert steps(written) == [10, 20, 30]
+
+    def test_a_device_is_not_read(self, tmp_path):
+        (tmp_path / "t.jsonl").symlink_to("/dev/zero")
+        with pytest.raises(ValueError, match="t.jsonl must be a file"):
+            TelemetryFile(tmp_path / "t.jsonl")
 
     def test_numbers_that_json_does_not_have(self, tmp_path):
         file = TelemetryFile(tmp_path / "t.jsonl")

@@ -150,6 +150,15 @@ def test_raw_images_of_a_loader():
         fit(apart(), loader(images, targets), recipe=LINEAR, options=QUIET)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_what_to_do_with_token_ids_of_a_narrow_type(dtype):
+    words = apart(lambda: nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.Linear(12, 4)))
+    tokens, targets = torch.randint(50, (8, 3)).to(dtype), torch.randint(4, (8,))
+    with pytest.raises(ValueError, match=r"Convert token ids by inputs.long\(\)"):
+        fit(words, (tokens, targets), recipe=LINEAR, options=QUIET)
+    fit(words, (tokens.long(), targets), recipe=LINEAR, options=QUIET)
+
+
 class TestScoredData:
     """A mistake in them is told before the first step, not after the last."""
 

@@ -21,6 +21,8 @@ from cmcl.cli.train import train as train_command
 from cmcl.reproduction import find
 from cmcl.training.config import Augment, check_seed
 
+NESTED = json.loads("[" * 700 + "]" * 700)
+
 ROOT = Path(__file__).parents[1]
 BASE = Recipe(epochs=10)
 
@@ -77,6 +79,7 @@ BASE = Recipe(epochs=10)
         (dict(milestones=((0, 0.1),)), "milestones must be at a step"),
         (dict(milestones=(0.5, 0.1)), "milestones must be pairs"),
         (dict(network_options={"size": {8}}), "network_options must be JSON values"),
+        (dict(network_options={"size": NESTED}), "network_options must be JSON values"),
         (dict(adversarial=0.1, sharing=True), "adversarial training must not share features. Got both."),
     ],
 )

@@ -8,6 +8,7 @@ from cmcl.reproduction.record import Record, distinct, load_records, read, sprea
 from report_samples import changed, made_record
 
 RECORD = made_record("cifar10-resnet20-ie")
+NESTED = json.loads("[" * 700 + "]" * 700)
 OTHER = made_record("cifar10-resnet20-ie", 1)
 
 
@@ -68,6 +69,7 @@ def test_the_schema_is_frozen():
         ({"recipe": without(RECORD.recipe, "data")}, "data"),
         ({"recipe": RECORD.recipe | {"lr": 10**400}}, "lr"),
         ({"recipe": None}, "None"),
+        ({"recipe": RECORD.recipe | {"network_options": {"size": NESTED}}}, "nested too deep"),
         ({"seed": "0"}, "seed"),
         ({"seed": 10**400}, "seed"),
         ({"calibration": RECORD.calibration | {"risk_coverage": []}}, "risk_coverage"),

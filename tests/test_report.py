@@ -266,6 +266,7 @@ ROWS, REAL = np.zeros((6, 4), np.uint32), np.zeros((6, 4), np.float16)
         [FOUR, ROWS, REAL[:1], REAL],
         [FOUR, REAL, REAL, REAL],
         [FOUR, ROWS, REAL, np.array(object())],
+        [FOUR, np.uint32(0), REAL, REAL],
     ],
     ids=lambda value: str(value)[:20],
 )

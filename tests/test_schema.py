@@ -49,8 +49,8 @@ class TestSchema:
 class TestReadJson:
     @pytest.mark.parametrize(
         "text",
-        ["", "{", "[" * 200_000, "9" * 5000, '{"a": ', "\udcff"],
-        ids=["empty", "cut", "nested", "huge integer", "half", "not UTF-8"],
+        ["", "{", "[" * 200_000, "[" * 300 + "]" * 300, "9" * 5000, '{"a": ', "\udcff"],
+        ids=["empty", "cut", "endlessly nested", "nested", "huge integer", "half", "not UTF-8"],
     )
     def test_damage_is_a_value_error_with_the_path(self, tmp_path, text):
         path = tmp_path / "record.json"

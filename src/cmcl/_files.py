@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 LIMIT = "which takes no file so large (a limit, or the kind of disk)", "Raise the limit"
 STALE = 3600.0  # seconds without a write, after which a temporary file is left over from a killed process
+DEEPEST = 100  # levels of JSON values; ours have at most 6
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the disk, a quota, a limit on file sizes
 
 
@@ -91,11 +92,26 @@ def read_json(path: Path, *, largest: int = 64 * 2**20) -> Any:
 def parse_json(text: str | bytes, source: object) -> Any:
     """JSON values of a text; damage, deep nesting and huge integers raise `ValueError` with the source."""
     try:
-        return json.loads(text)
+        values = json.loads(text)
+        deep = nested_too_deep(values)
     except RecursionError:
-        raise ValueError(f"{source} must be JSON. Got values nested too deep.") from None
+        deep = True
     except ValueError as error:  # damage, bytes that are not UTF-8, an integer of thousands of digits
         raise ValueError(f"{source} must be JSON. Got text that cannot be parsed: {error}.") from None
+    if deep:
+        raise ValueError(f"{source} must be JSON. Got values nested too deep.")
+    return values
+
+
+def nested_too_deep(values: Any) -> bool:
+    """Whether JSON values are nested so deep that a function that walks them could run out of stack."""
+    level = [values]
+    for _ in range(DEEPEST):
+        nests = [one for one in level if isinstance(one, dict | list | tuple)]
+        level = [value for one in nests for value in (one.values() if isinstance(one, dict) else one)]
+        if not level:
+            return False
+    return True
 
 
 def open_binary(path: Path, *, hint: str) -> BinaryIO:

@@ -13,6 +13,8 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._files import parse_json
+
 if TYPE_CHECKING:
     from .dataset import Dataset
 
@@ -180,7 +182,7 @@ def parse_address(name: str) -> tuple[str, str | None, dict[str, Any]]:
     for pair in filter(None, query.split("&")):
         option, _, value = pair.partition("=")
         try:
-            options[option] = json.loads(value)
+            options[option] = parse_json(value, option)
         except ValueError:
             options[option] = value
     return kind, path, options
@@ -205,7 +207,7 @@ def _as_json(options: dict[str, Any]) -> dict[str, Any]:
     """The options as a file gives them back: tuples become lists."""
     try:
         return dict(json.loads(json.dumps(options, allow_nan=False)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         message = f"options must be numbers, strings and lists of them. Got something else ({error})."
         raise TypeError(f"{message} Convert it first.") from None
 

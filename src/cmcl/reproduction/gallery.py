@@ -6,7 +6,6 @@ those on which the members differ most. M members, N examples, C classes.
 
 import base64
 import json
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -49,13 +48,13 @@ class Predictions(NamedTuple):
         try:
             with np.load(path, allow_pickle=False) as file:
                 found = cls(*(file[name] for name in cls._fields))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:  # zipfile, zlib and numpy raise errors of many kinds for damaged files
             raise ValueError(
                 f"{path}: predictions must be arrays {', '.join(cls._fields)}. {error}"
             ) from None
-        shapes = {found.targets.shape[-1:], *(array.shape[1:] for array in found[1:])}
-        rows, kinds = {len(array) for array in found[1:]}, "".join(array.dtype.kind for array in found)
-        if len(shapes) != 1 or len(rows) != 1 or min(rows) < 2 or found.targets.ndim != 1 or kinds != "uuff":
+        rows, kinds = found.classes.shape[:1], "".join(array.dtype.kind for array in found)
+        wanted = [found.targets.shape] + [rows + found.targets.shape] * 3
+        if found.targets.ndim != 1 or [a.shape for a in found] != wanted or rows < (2,) or kinds != "uuff":
             raise ValueError(f"{path}: predictions must have rows for the average and each member.")
         if max(array.max(initial=0) for array in found[:2]) >= classes:
             raise ValueError(f"{path}: predictions must name classes that exist.")

@@ -113,7 +113,7 @@ class Checkpoints:
         for path in sorted(_paths(self.folder), key=_step_of, reverse=True):
             try:
                 found = _read(path)
-            except (IsADirectoryError, ValueError, SafetensorError) as error:  # not: a failing disk
+            except (ValueError, SafetensorError) as error:  # not: a failing disk
                 damaged[path] = str(error)
                 continue
             for bad, reason in damaged.items():
@@ -148,6 +148,8 @@ def _step_of(path: Path) -> int:
 
 
 def _read(path: Path) -> Checkpoint:
+    if not path.is_file():  # a device may have no end
+        raise ValueError("it is no file.")
     data = path.read_bytes()
     if sha256(data).hexdigest()[:12] != path.stem.split("-")[2]:
         raise ValueError("its checksum is not the one in its name.")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator
 from pydantic.dataclasses import dataclass
 
+from .._files import nested_too_deep
 from .._schema import explains_errors
 
 SCHEMA = 3  # of `Recipe`; raise it when a field is removed or changes its meaning: then all hashes change
@@ -331,9 +332,9 @@ def check_seed(seed: Any) -> int:
 def _is_json(value: object) -> bool:
     try:
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return False
-    return True
+    return not nested_too_deep(value)
 
 
 def _must(holds: bool, rule: str, got: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._files import needing_room, replacing
+from .._files import needing_room, parse_json, replacing
 from .._messages import warn
 from ..objectives import OracleLoss
 from .mesh import MeshPart
@@ -146,6 +146,8 @@ class TelemetryFile:
         """Drop the rows after `step`, to resume from a checkpoint of that step; 0 starts anew."""
         self.path, self.checkpoints = path, path.parent / "checkpoints"
         kept: list[str] = []
+        if path.exists() and not path.is_file():  # a device may have no end
+            raise ValueError(f"{path} must be a file. Got something else. Remove it, or name another folder.")
         if path.exists():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [f"{line}\n" for line in lines if _step(line) <= step]
@@ -202,6 +204,6 @@ def _scalars(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 def _step(line: str) -> float:
     """The step of a line; infinity if a kill or a full disk cut it short."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return float(parse_json(line, "telemetry")["step"])
+    except (ValueError, TypeError, KeyError, OverflowError):
         return math.inf

@@ -365,9 +365,10 @@ def probe(name: str, ensemble: Ensemble, inputs: Tensor) -> Tensor:
 def _hint(ensemble: Ensemble, inputs: Tensor) -> str:
     """How to convert inputs of another precision than the networks', as numpy's float64."""
     own = _dtype(ensemble)
-    if inputs.dtype == torch.uint8:
-        return " uint8 images must have the shape (N, C, H, W); convert other inputs by images.float()."
-    if own is None or own == inputs.dtype or not inputs.is_floating_point():
+    if not inputs.is_floating_point():
+        images = " uint8 images must have the shape (N, C, H, W)." if inputs.dtype == torch.uint8 else ""
+        return f"{images} Convert token ids by inputs.long(), other numbers by inputs.float()."
+    if own is None or own == inputs.dtype:
         return ""
     return f" The networks compute in {own}: convert by images.to({own})."
 
