@@ -57,6 +57,20 @@ def test_a_task_after_a_signal_exits_without_an_outcome(how, monkeypatch):
         launch.Task([MCL], 0, how)()
 
 
+def test_the_queue_of_slurm_lacks_what_two_looks_did_not_find(monkeypatch, tmp_path):
+    squeue = tmp_path / "squeue"
+    squeue.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(launch, "LOOK", 0.0)
+    queue, looks = launch.Queue(), []
+    for answer in ("echo 7_0 7_2", "exit 1", "echo 7_0 7_1", "echo 7_1", "echo 7_1"):
+        squeue.write_text(f"#!/bin/sh\n{answer}\n")
+        looks.append(queue.lacks({"7_0", "7_1"}))
+    assert looks == [set(), set(), set(), set(), {"7_0"}]
+    monkeypatch.setattr(launch, "LOOK", 60.0)
+    assert queue.lacks({"7_0"}) == set(), "not yet"
+
+
 def test_mistakes(how, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="Got slurm. Could not detect"):

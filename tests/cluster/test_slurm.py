@@ -246,3 +246,25 @@ def test_sigterm_cancels_the_tasks(slurm, tmp_path, capsys):
         last = "\n".join(text.splitlines()[-2:])
         print(f"\n$ cmcl reproduce {' '.join(RECIPES)} --seeds 2 {' '.join(options)}  # then SIGTERM\n{last}")
         print(f"in the queue: {slurm('squeue', '--noheader', '--format=%i') or 'nothing'}")
+
+
+def test_a_task_that_nobody_requeues_is_reported(slurm, tmp_path, capsys):
+    """This SLURM keeps no accounts: only its queue tells that the task has ended."""
+    log = tmp_path / "reproduce.log"
+    options = ("--launcher", "slurm", "--jobs", "2", "--save-every", "0.2")
+    with log.open("w") as file:
+        command = subprocess.Popen(reproduce(tmp_path, *options), stdout=file, stderr=subprocess.STDOUT)
+    wait_for(lambda: checkpointed(tmp_path) or command.poll() is not None, "a checkpoint")
+    victim = slurm("squeue", "--noheader", "--array", "--states=RUNNING", "--format=%i").split()[0]
+    for pid in wait_for(lambda: processes(victim.split("_")[1]), "its process"):
+        os.kill(pid, 9)
+    assert command.wait() == 1, log.read_text()
+    label = re.search(rf"(.*): task {victim},", log.read_text())[1]
+    (line,) = [line for line in log.read_text().splitlines() if "its task ended early" in line]
+    assert line.startswith(f"{label}: ")
+    assert len(list((tmp_path / "results" / "records").glob("*.json"))) == 5, "the others ended"
+    with capsys.disabled():
+        print(
+            f"\n$ cmcl reproduce {' '.join(RECIPES)} --seeds 2 {' '.join(options)}  # task {victim}: SIGKILL"
+        )
+        print(f"{line}\ncode {command.returncode}".replace(str(tmp_path), "DIR"))

@@ -6,8 +6,10 @@ The scheduler starts a task again that was preempted, and the run resumes from i
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ SLURM: dict[str, Any] = {
 }
 REQUEUES = 1000  # after the time limit
 POLL = 0.5  # seconds between looks at the tasks
+LOOK = 60.0  # seconds between looks at SLURM's queue
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def launch(
     executor = _executor(launcher, logs, parallel, settings or {})
     todo = list(report.jobs)
     running: dict[int, tuple[Job, submitit.Job[Report]]] = {}  # by slot
+    queue = Queue() if launcher == "slurm" else None
     with Signals() as signals:
         while (todo or running) and not signals.received:
             slots = range(len(todo)) if launcher == "slurm" else range(parallel)
@@ -97,10 +101,11 @@ def launch(
             for slot, task in _submit(executor, tasks, launcher).items():
                 running[slot] = started[slot], task
                 say(f"{started[slot].label}: task {task.job_id}, which writes {task.paths.stderr}")
+            lost = queue.lacks({task.job_id for _, task in running.values()}) if queue else set()
             for slot, (job, task) in list(running.items()):
-                if task.done():
+                if (done := task.done()) or task.job_id in lost:
                     del running[slot]
-                    say(_take(report, job, task))
+                    say(_take(report, job, task, done))
             time.sleep(POLL)
         if running:
             say(f"stopped by {signals.received}: cancelling {len(running)} tasks")
@@ -108,6 +113,23 @@ def launch(
     report.stopped = signals.received
     report.late += [*(job for job, _ in running.values()), *todo]
     return report
+
+
+class Queue:
+    """SLURM's queue. Where SLURM keeps no accounts, submitit waits forever for a task that was killed."""
+
+    def __init__(self) -> None:
+        self._looked, self._missing = time.monotonic(), set[str]()
+
+    def lacks(self, tasks: set[str]) -> set[str]:
+        """Those of the tasks that two looks in turn did not find: the file of an outcome may come late."""
+        if time.monotonic() - self._looked < LOOK:
+            return set()
+        command = ["squeue", "--me", "--array", "--noheader", "--format=%i"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
+        missing = tasks.difference(found.stdout.split()) if found.returncode == 0 else set()
+        twice, self._missing, self._looked = missing & self._missing, missing, time.monotonic()
+        return twice
 
 
 def _cancel(tasks: Sequence["submitit.Job[Report]"]) -> None:
@@ -158,12 +180,12 @@ def _submit(
     return found
 
 
-def _take(report: Report, job: Job, task: "submitit.Job[Report]") -> str:
+def _take(report: Report, job: Job, task: "submitit.Job[Report]", done: bool) -> str:
     """Add the outcome of a task to the report; a line about it."""
-    try:
-        found = task.result()
-    except UncompletedJobError:
-        found = Report([], errors={job.label: RuntimeError(f"its task ended early: see {task.paths.stderr}")})
+    found = Report([], errors={job.label: RuntimeError(f"its task ended early: see {task.paths.stderr}")})
+    if done:
+        with suppress(UncompletedJobError):
+            found = task.result()
     report.records += found.records
     report.late += found.late
     report.errors |= found.errors
