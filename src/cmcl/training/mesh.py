@@ -26,6 +26,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from .._messages import first_line
 from ..ensemble import Ensemble
 from ..objectives import OracleLoss
 from .batches import epoch_seed
@@ -164,7 +165,10 @@ class Mesh:
         self.groups: dict[str, Any] = {}
         self.apart = False  # whether a member runs, on this process's part of a batch
         if self.size > 1:
-            self.device = _join(device or torch.device("cpu"))
+            self.device = device or torch.device("cpu")
+            if self.device.type == "cuda":  # or init_device_mesh takes that of LOCAL_RANK, if there is none
+                torch.cuda.set_device(self.device)
+            _join(self.device)
             self.rank = dist.get_rank()
             self.call(dist.barrier, group=_patient(dist.group.WORLD))
             mesh = init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=AXES)
@@ -302,7 +306,8 @@ class Mesh:
             raise ProcessLost(
                 f"process {self.rank} of {self.size} lost the others: one of them has died, or does not "
                 "answer. Its own message says why. Resume the run from its last checkpoint, with --resume or "
-                "resume=True; torchrun --max-restarts does so by itself."
+                "resume=True; torchrun --max-restarts does so by itself. Here torch says: "
+                f"{first_line(error)}"
             ) from error
 
 
@@ -438,8 +443,8 @@ def normalises_as_usual(module: nn.Module) -> bool:
     return type(module).forward in (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 
 
-def _join(device: torch.device) -> torch.device:
-    """Join the other processes; returns the device of this one."""
+def _join(device: torch.device) -> None:
+    """Join the other processes, with a device for this one."""
     if not dist.is_initialized():
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         # gloo carries what is on the CPU; NCCL allows one process a GPU
@@ -456,7 +461,6 @@ def _join(device: torch.device) -> torch.device:
             f"the process group must carry tensors on {device.type}. Got {dist.get_backend_config()}. Call "
             'init_process_group("cpu:gloo,cuda:nccl"), or leave that to cmcl.'
         )
-    return device
 
 
 def group_on_cpu() -> Any:
