@@ -738,6 +738,16 @@ def meshes() -> str:
     return table("case |> meshes of 1, 2 and 4 processes |> telemetry |> weights | test errors", rows)
 
 
+def shared_gpu() -> str:
+    """Whether the recorded tests on a GPU include processes that share it."""
+    _, machine, *lines = (RESULTS / "gpu-tests.txt").read_text().splitlines()
+    passed = sum(line.startswith("PASSED tests/test_mesh.py::TestOnOneGPU") for line in lines)
+    where = "the tests recorded in [results/gpu-tests.txt](../../results/gpu-tests.txt)"
+    if not passed:
+        return f"So far this has no place among {where}. `pytest -m cuda tests/test_mesh.py` runs it."
+    return f"On one {machine.partition(',')[0]}, {passed} such tests passed; they are among {where}."
+
+
 def table_of(file: str, start: str) -> Callable[[], str]:
     """The table in a file of results/ whose first line begins so."""
 
@@ -784,6 +794,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "tuning": whole("tuning-digits.txt"),
     "postgres": whole("postgres.txt"),
     "slurm": whole("slurm.txt"),
+    "shared-gpu": shared_gpu,
     "faults": faults,
     "export": whole("export-check.txt"),
     "onnx-speed": whole("onnx-speed.txt"),

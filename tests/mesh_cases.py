@@ -1,4 +1,4 @@
-"""Trainings for test_mesh.py, in processes that torchrun starts: `torchrun ... mesh_cases.py FOLDER CASE...`.
+"""Trainings for test_mesh.py, by `torchrun ... mesh_cases.py DEVICE FOLDER CASE...`.
 
 Process 0 writes FOLDER/CASE--MESH.pt, for every mesh of that many processes.
 """
@@ -139,11 +139,24 @@ def counted():
     loop.preflight, loop.Mesh = check, Mesh
 
 
-def main(folder, *cases):
+def on_gpu():
+    """How a case trains on a GPU, alone or in several processes, to be comparable: float32, without a graph."""
+    torch.backends.cudnn.allow_tf32 = False
+    return {
+        "device": "cuda",
+        "precision": "float32",
+        "deterministic": True,
+        "capture": False,
+        "compile": False,
+    }
+
+
+def main(device, folder, *cases):
+    options = on_gpu() if device == "cuda" else {}
     for case in cases:
         for mesh in MESHES[launched()]:
             with counted() as kept:
-                outcome = train(case, mesh, out=Path(folder) / f"{case}--{mesh}")
+                outcome = train(case, mesh, out=Path(folder) / f"{case}--{mesh}", **options)
             outcome["bytes"] = kept["mesh"].shipped, kept["plan"].traffic.total
             if rank() == 0:
                 torch.save(outcome, Path(folder) / f"{case}--{mesh}.pt")

@@ -1,7 +1,8 @@
 """Several processes train one ensemble: in every mesh they give the losses and weights of one process.
 
-The processes are real ones, started by torchrun, and talk by gloo; NCCL and several GPUs are not tested. Run
-`PYTHONPATH=src python tests/test_mesh.py` to write the comparison to results/mesh.txt.
+The processes are real ones, started by torchrun. They talk by gloo, on the CPU or sharing one GPU; NCCL and
+several GPUs are not tested. `PYTHONPATH=src python tests/test_mesh.py` writes the comparison to
+results/mesh.txt.
 """
 
 import json
@@ -54,19 +55,19 @@ def run(*command, environment=ENVIRONMENT, **more):
 class Outcomes:
     """What processes make of cases, trained once for all tests."""
 
-    def __init__(self, folder):
-        self.folder, self.trained = folder, set()
+    def __init__(self, folder, device="cpu"):
+        self.folder, self.device, self.trained = folder, device, set()
 
     def train(self, processes, cases):
         new = [case for case in cases if (processes, case) not in self.trained]
         if new:
             script = ROOT / "tests" / "mesh_cases.py"
-            code, out, err = run(*torchrun(processes, script, self.folder, *new))
+            code, out, err = run(*torchrun(processes, script, self.device, self.folder, *new))
             assert code == 0, out + err
             self.trained |= {(processes, case) for case in new}
 
     def of(self, case, mesh):
-        return torch.load(self.folder / f"{case}--{mesh}.pt")
+        return torch.load(self.folder / f"{case}--{mesh}.pt", map_location="cpu")
 
     def checkpoint_of(self, case, mesh):
         return checkpoint.Checkpoints(self.folder / f"{case}--{mesh}" / "checkpoints").latest()
@@ -148,6 +149,31 @@ class TestTheResultOfOneProcess:
                 rows = outcomes.of(case, mesh)["rows"]
                 assert rows[-1]["loss"] < rows[0]["loss"]
                 assert rows[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=0.25)
+
+
+ON_GPU = [case for case in EXACT if case != "muon"]  # which computes in bf16 there
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnOneGPU:
+    """Two processes share a GPU and exchange by gloo: all but NCCL, which allows one process a GPU."""
+
+    @pytest.fixture(scope="class")
+    def on_gpu(self, tmp_path_factory):
+        outcomes = Outcomes(tmp_path_factory.mktemp("gpu"), "cuda")
+        outcomes.train(2, ON_GPU)
+        return outcomes
+
+    @pytest.mark.parametrize("case", ON_GPU)
+    def test_the_result_of_one_process(self, on_gpu, case, monkeypatch):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        expected = mesh_cases.train(case, **mesh_cases.on_gpu())
+        expected["weights"] = {name: tensor.cpu() for name, tensor in expected["weights"].items()}
+        for mesh in MESHES[2]:
+            losses, weights = differences(on_gpu.of(case, mesh), expected)
+            assert losses < 1e-4
+            assert weights < 1e-4
 
 
 class TestBytes:
