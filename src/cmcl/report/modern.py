@@ -61,7 +61,7 @@ def error_against_seconds(records: Records) -> Figure | None:
 
 
 def gain_against_size(records: Records) -> Figure | None:
-    """By how many points CMCL's top-1 error is below IE's, against a member's weights; None without both.
+    """IE's top-1 error less CMCL's, in points, against a member's weights; None without two sizes.
 
     The intervals are Welch's for the difference of two means, which needs two seeds of each.
     """
@@ -81,6 +81,8 @@ def gain_against_size(records: Records) -> Figure | None:
         points.append(_about(cell) | {"weights": size, "error": round(gain, 4), "low": low, "high": high})
         counts = Value(f"{pair.other['n']} and {pair.mine['n']}")
         rows.append([*_names(cell), number(size, 0), *map(number, (gain, low, high)), number(p, 4), counts])
+    if len({point["weights"] for point in points}) < 2:
+        return None
     caption = (
         "IE's top-1 error less CMCL's, in points: above 0, CMCL errs less. "
         f"Bars: {1 - LEVEL:.0%} confidence intervals by Welch's t-test over the seeds."
