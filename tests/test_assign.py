@@ -78,6 +78,8 @@ class TestAssign:
             (dict(overlap=5), "overlap must be between 1 and 4"),
             (dict(rule="annealed", overlap=2), "overlap must be 1"),
             (dict(rule="annealed", temperature=0.0), "temperature must be above 0"),
+            (dict(rule="relaxed", epsilon=1.5), "epsilon must be between 0 and 1"),
+            (dict(rule="relaxed", epsilon=-0.1), "epsilon must be between 0 and 1"),
         ],
     )
     def test_bad_options(self, options, message):
@@ -103,6 +105,14 @@ class TestConfidentOracleLoss:
         assert loss.total.item() == pytest.approx(expected.item())
         hard = confident_oracle_loss(logits, targets, beta=0.6, overlap=options.get("overlap", 2))
         assert loss.assignment.equal(hard.assignment), "the specialists, whatever the rule"
+
+    def test_one_specialist_is_the_default_of_the_annealed_rule(self):
+        logits, targets = draw(3, 5, 4)
+        ours, theirs = (
+            confident_oracle_loss(logits, targets, rule="annealed", **given) for given in ({}, {"overlap": 1})
+        )
+        assert ours.total.equal(theirs.total)
+        assert ours.assignment.sum(0).tolist() == [1] * 5
 
     def test_relaxed_without_others_is_independent_training(self):
         logits, targets = draw(3, 5, 4)

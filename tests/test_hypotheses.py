@@ -87,6 +87,24 @@ class TestVoronoi:
         )
         assert low - high == pytest.approx(math.log(9), rel=1e-4)
 
+    def test_a_cell_is_cut_from_its_gaussian(self):
+        """Hypotheses at 0 and 2 of bandwidth 1: half-lines at 1 hold Phi(1) = 0.8413 of each Gaussian."""
+        nll = metrics.voronoi_nll(
+            torch.tensor([0.0, 2.0])[:, None, None],
+            torch.tensor([0.3, 0.7]).log()[:, None],
+            torch.tensor([[0.5]]),
+            bandwidth=1.0,
+            samples=20_000,
+            generator=torch.Generator().manual_seed(0),
+        )
+        density = math.exp(-(0.5**2) / 2) / math.sqrt(2 * math.pi)
+        assert nll == pytest.approx(-math.log(0.3 * density / 0.841345), abs=0.01)
+
+    @pytest.mark.parametrize("bad", [{"bandwidth": 0.0}, {"bandwidth": 1.0, "samples": 0}])
+    def test_bad_options(self, bad):
+        with pytest.raises(ValueError, match=f"{list(bad)[-1]} must be"):
+            metrics.voronoi_nll(torch.zeros(2, 3, 1), torch.zeros(2, 3), torch.zeros(3, 1), **bad)
+
     def test_shapes(self):
         with pytest.raises(ValueError, match="hypotheses must be"):
             metrics.voronoi_nll(torch.zeros(2, 3, 1), torch.zeros(2, 2), torch.zeros(3, 1), bandwidth=1.0)

@@ -81,8 +81,8 @@ def confident_oracle_loss(
         logits: (M, B, C) or (M, B, C, H, W), before the softmax.
         targets: classes, (B,) or (B, H, W).
         beta: weight of the KL-to-uniform term. The paper has 0.75.
-        overlap: K, the number of specialists per example; M - 1 if not given. Ties go to the lowest member
-            index. The paper has K = 1 in Table 1 and K = 4 of 5 members in Table 3.
+        overlap: K, the number of specialists per example. If not given, M - 1, or 1 for the annealed rule.
+            Ties go to the lowest member index. The paper has K = 1 in Table 1 and K = 4 of 5 in Table 3.
         labels: "exact" for the KL itself (version 0 of Algorithm 1); "sampled" for stochastic labels
             (version 1, section 4.2); or the drawn labels themselves, (S, M, B) or (S, M, B, H, W).
         samples: S, random labels per member and example with labels="sampled".
@@ -101,7 +101,8 @@ def confident_oracle_loss(
     """
     beta = 0.0 if isinstance(others, str) and others == "none" else beta
     members = _checks.members(logits) if part is None else part.shape[0]
-    overlap = max(1, members - 1) if overlap is None else overlap
+    if overlap is None:
+        overlap = 1 if rule == "annealed" else max(1, members - 1)
     own_task = task is not None and ignore_index is None  # only the task knows what its targets mean
     _checks.overlaps(overlap, members)
     _checks.objective(logits, targets, beta, samples, own_task=own_task)
@@ -233,8 +234,8 @@ def assign(
         losses: (M, B), or (M, B, ...).
         overlap: K. Ties go to the lowest member index.
         rule: one of the names above, or a function from losses (M, B) to weights of the same shape.
-        epsilon: of the relaxed rule.
-        temperature: of the annealed rule.
+        epsilon: of the relaxed rule, 0 to 1. Above 1 - K / M, the others would learn more than the K.
+        temperature: of the annealed rule, above 0.
     """
     _checks.overlaps(overlap, len(losses))
     losses = losses.detach()
@@ -255,6 +256,8 @@ def assign(
     v = specialists(losses, overlap)
     if rule == "hard":
         return v.to(losses.dtype)
+    if not isinstance(epsilon, Tensor):
+        _checks.probability("epsilon", epsilon)
     # on the device of the losses without a copy, which a CUDA graph cannot hold
     k = overlap.to(losses.dtype) if isinstance(overlap, Tensor) else losses.new_full((), overlap)
     rest = len(losses) - k  # without others, the K = M members keep all of the weight
