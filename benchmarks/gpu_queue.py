@@ -1,10 +1,11 @@
 """Train the next missing cells for a given time, one run after the other; the same command continues.
 
-    python benchmarks/gpu_queue.py 50m --root my-data              # all cells, then today's training
+    python benchmarks/gpu_queue.py 50m --root my-data              # all cells, the default, today's training
     python benchmarks/gpu_queue.py 2h --root my-data --seeds 5 modern
     python benchmarks/gpu_queue.py 2m digits-ie digits-cmcl        # a try on any computer
 
-The order is that of `cmcl reproduce`: seed 0 of every cell, the headline's other seeds, then the rest.
+The order is that of `cmcl reproduce`: seed 0 of every cell, other seeds of the headline and the default, the
+rest.
 Compiled code is kept in RUNS/.inductor, so that a network of one shape is compiled once on this machine. All
 runs are trained in one process, which keeps the data of the last one. A run that is not finished in time is
 saved, and the next call resumes it. Records go to RESULTS/records; copy that folder and RUNS to continue
@@ -21,7 +22,8 @@ def main() -> None:
     """Run the queue; exits with 0 if nothing is missing, with 3 if the time was over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("time", help="such as 90s, 50m or 1h30m, with everything but the start of Python")
-    parser.add_argument("what", nargs="*", default=["all", "modern"], help="as for `cmcl reproduce`")
+    every = ["all", "default", "modern"]
+    parser.add_argument("what", nargs="*", default=every, help="as for `cmcl reproduce`")
     parser.add_argument("--seeds", default="3")
     parser.add_argument("--root", help="folder of the datasets")
     parser.add_argument("--out", type=Path, default=Path("runs"))

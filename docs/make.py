@@ -26,7 +26,7 @@ from cmcl.report.load import Run
 from cmcl.report.page import paper_figures
 from cmcl.report.tables import Table, dataset_title
 from cmcl.reproduction import RECIPES, find
-from cmcl.reproduction.cells import CELLS, MODERN_CELLS, Evidence, select
+from cmcl.reproduction.cells import BESIDE_PAPER, CELLS, Evidence, select
 from cmcl.reproduction.recipes import MODERN_RUNS
 from cmcl.reproduction.record import (
     Calibration,
@@ -190,7 +190,7 @@ def scored(record: Record, errors: Any) -> float:
 
 def seeds_of(name: str) -> list[Record]:
     """The records of a recipe, by seed."""
-    cells = (*CELLS, *MODERN_CELLS)
+    cells = (*CELLS, *BESIDE_PAPER)
     return next((EVIDENCE.filling[cell.id] for cell in cells if cell.name == name), [])
 
 
@@ -239,6 +239,7 @@ GROUPS = {  # of the README's results: title -> recipes by method; those without
             "IE, adversarial training": "-ie-adversarial",
             "MCL": "-mcl",
             "CMCL": "-cmcl-sharing-sampled",
+            "CMCL, the library's default": "-cmcl-default",
             "CMCL, plain": "-cmcl",
         },
     ),

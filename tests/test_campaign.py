@@ -15,7 +15,7 @@ import cmcl
 from cmcl.reproduction import CELLS, Cell, environment
 from cmcl.reproduction import campaign as module
 from cmcl.reproduction.campaign import campaign, expected_seconds, parse_budget, plan
-from cmcl.reproduction.cells import MODERN_CELLS, select, summarise
+from cmcl.reproduction.cells import BESIDE_PAPER, select, summarise
 from cmcl.reproduction.recipes import DIGITS, OOD, RECIPES
 from cmcl.reproduction.record import load_records
 from cmcl.reproduction.runner import run, run_folder
@@ -230,14 +230,16 @@ campaign(cells, results={str(tmp_path / "results")!r}, runs={str(tmp_path / "run
 
 def test_the_order(tmp_path):
     """VGGNet and GoogLeNet, Table 2 with M = 5, seeds of the headline, figure 4a, M = 10, then today's training."""
-    jobs = plan(select(["all", "modern"]), seeds=(0, 1, 2), results=tmp_path, runs=tmp_path, options=OPTIONS)
+    words = ["all", "default", "modern"]
+    jobs = plan(select(words), seeds=(0, 1, 2), results=tmp_path, runs=tmp_path, options=OPTIONS)
     order = [(job.name, job.seed) for job in jobs]
-    assert len(set(order)) == len(order) == 3 * len({cell.name for cell in (*CELLS, *MODERN_CELLS)})
+    assert len(set(order)) == len(order) == 3 * len({cell.name for cell in (*CELLS, *BESIDE_PAPER)})
     first = [
         ("cifar10-resnet20-ie", 0),
         ("svhn-resnet20-cmcl", 0),
         ("cifar10-cnn-ie", 0),
         ("cifar10-cnn-cmcl-sharing-sampled", 0),
+        ("cifar10-cnn-cmcl-default", 0),
         ("cifar10-cnn-ie-adversarial", 0),
         ("icoseg-fcn-m5-cmcl", 0),
         ("cifar10-vggnet17-ie", 0),
@@ -247,6 +249,7 @@ def test_the_order(tmp_path):
         ("cifar10-cnn-m5-cmcl-k4", 0),
         ("cifar10-resnet20-cmcl", 1),
         ("svhn-resnet20-ie", 2),
+        ("cifar10-cnn-cmcl-default", 2),
         ("cifar10-resnet20-m10-cmcl", 0),
         ("cifar10-cnn-m10-cmcl-k4", 0),
         ("cifar10-resnet20-w8-modern-ie", 0),

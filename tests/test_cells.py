@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from cmcl.reproduction import CELLS, RECIPES, TARGETS, Cell, find, grid
 from cmcl.reproduction.cells import choose, fills, known_checksums, select, summarise
+from cmcl.training import Recipe
 from report_samples import changed, made_record
 
 BY_ID = {cell.id: cell for cell in CELLS}
@@ -89,6 +91,7 @@ def test_names_are_readable_and_mean_one_thing():
     assert len({recipe.hash for recipe in RECIPES.values()}) == len(RECIPES)
     used = {cell.name for cell in CELLS}
     own = {name for name in RECIPES if name.startswith(("digits-", "shapes-")) or "-modern-" in name}
+    own.add("cifar10-cnn-cmcl-default")
     assert used == RECIPES.keys() - own
     for id_ in (
         "table1/cifar10-cnn-cmcl-sharing",
@@ -116,10 +119,18 @@ def test_select():
     assert len(select(["table3/svhn-resnet20-single"])) == 1
     with pytest.raises(ValueError, match="Got 'tabel1'. Did you mean 'table1'"):
         select(["tabel1"])
-    with pytest.raises(ValueError, match="Valid names: all, modern, table1"):
+    with pytest.raises(ValueError, match="Valid names: all, default, modern, table1"):
         select(["zzz"])
     with pytest.raises(ValueError, match="Did you mean 'cifar10-resnet20-cmcl'"):
         find("cifar10-resnet20-cmlc")
+
+
+def test_the_default_beside_independent_members():
+    """The same network and training; the method is that of a recipe that names none."""
+    ie, ours = (cell.recipe for cell in select(["default"]))
+    assert ie == find("cifar10-cnn-ie")
+    assert replace(ours, method="ie", beta=ie.beta, overlap=ie.overlap) == ie
+    assert ours.objective == Recipe(epochs=1).objective
 
 
 def test_searches_hold_data_out():

@@ -36,6 +36,7 @@ GROUPS = {  # first table or figure of a recipe -> title
     "": "Small recipes, for any computer and without a download",
     "table1": "Table 1: a small CNN on CIFAR-10",
     "table3": "Table 3: large networks on CIFAR-10 and SVHN",
+    "default": "The default beside Table 1: is it better than IE for a small CNN?",
     "modern": "Training of today: augmentation, one-cycle learning rate",
     "table2": "Table 2: the grid over M and K",
     "fig": "Figures 2 to 4: adversarial training, ten members, segmentation of iCoseg",
@@ -188,10 +189,10 @@ def _everything() -> dict[str, list[dict[str, Any]]]:
 def _recipe(name: str) -> dict[str, Any]:
     """A recipe with a description, the cells of the paper that it fills, and the paper's errors there."""
     from ..reproduction import CELLS, RECIPES
-    from ..reproduction.cells import MODERN_CELLS, techniques
+    from ..reproduction.cells import BESIDE_PAPER, techniques
 
     recipe, values = RECIPES[name], RECIPES[name].to_json()
-    cells = [cell for cell in (*CELLS, *MODERN_CELLS) if cell.name == name]
+    cells = [cell for cell in (*CELLS, *BESIDE_PAPER) if cell.name == name]
     paper = next((cell.paper for cell in cells if cell.paper and not cell.single), None)
     first = cells[0].where[0] if cells else ""
     several = recipe.members > 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..reproduction import Cell
     from ..reproduction.campaign import Job, Report
 
-WHAT = "table1, table2, table3, fig1, fig2, fig3, fig4 or all; modern"
+WHAT = "table1, table2, table3, fig1, fig2, fig3, fig4 or all; default, modern"
 SEARCH = "Try the paper's values of beta and K; choose on held-out data or on test data."
 SEARCHES = ("heldout", "test")
 LAUNCHERS = ("local", "slurm")

@@ -15,11 +15,13 @@ from typing import Any, Union
 
 from ..data.registry import CHECKSUMS, nearest
 from ..training.config import Recipe
-from .recipes import FIGURE4A, HELD_OUT, MODERN_RUNS, find, grid, table2_name
+from .recipes import DEFAULT_RUNS, FIGURE4A, HELD_OUT, MODERN_RUNS, find, grid, table2_name
 from .record import Record, distinct, spread
 
 TARGETS: dict[str, Any] = json.loads((Path(__file__).parent / "targets.json").read_text(encoding="utf-8"))
-MODERN = "modern"  # the campaign of today's training, beside the paper's
+# campaigns beside the paper's
+DEFAULT = "default"  # the library's default against IE
+MODERN = "modern"  # today's training
 KEYS = ("oracle", "top1", "picked")
 
 Checksums = Mapping[str, Mapping[str, str]]  # by dataset, by split
@@ -47,15 +49,15 @@ class Cell:
 
 
 def select(words: Sequence[str]) -> list[Cell]:
-    """The cells of tables and figures ("table1", "fig4a"), or by id; "all"; "modern", not the paper's."""
+    """The cells of tables and figures ("table1", "fig4a"), or by id; "all"; or "default", "modern"."""
     names = {cell: ("all", cell.where[0].rstrip("abc"), cell.where[0], cell.id) for cell in CELLS}
-    names |= {cell: (MODERN, MODERN, MODERN, cell.id) for cell in MODERN_CELLS}
+    names |= {cell: (cell.where[0], cell.where[0], cell.where[0], cell.id) for cell in BESIDE_PAPER}
     valid = list(dict.fromkeys(name for several in zip(*names.values(), strict=True) for name in several))
     for word in words:
         if word not in valid:
             hint = nearest(word, valid) if get_close_matches(word, valid) else nearest("", valid[:9])
             raise ValueError(f"cells must be a table, a figure or ids. Got {word!r}. {hint}")
-    return [cell for cell in (*CELLS, *MODERN_CELLS) if set(names[cell]) & set(words)]
+    return [cell for cell in (*CELLS, *BESIDE_PAPER) if set(names[cell]) & set(words)]
 
 
 def search(cells: Sequence[Cell], *, on_test: bool = False) -> dict[str, list[Cell]]:
@@ -86,7 +88,7 @@ class Evidence:
         if isinstance(records, Evidence):
             return records
         checksums = known_checksums(records)
-        filling = {cell.id: _filling(cell, records, checksums) for cell in (*CELLS, *MODERN_CELLS)}
+        filling = {cell.id: _filling(cell, records, checksums) for cell in (*CELLS, *BESIDE_PAPER)}
         return cls(records, {row["id"]: row for row in summarise(CELLS, records)}, filling)
 
     def in_figure(self, figure: str) -> list[Record]:
@@ -210,7 +212,9 @@ def _errors(row: Mapping[str, float]) -> dict[str, float]:
 
 
 CELLS: tuple[Cell, ...] = tuple(_cells())
+DEFAULT_CELLS = tuple(Cell(f"{DEFAULT}/{name}", name, (DEFAULT, how)) for how, name in DEFAULT_RUNS.items())
 MODERN_CELLS = tuple(Cell(f"{MODERN}/{name}", name, (MODERN, base, how)) for base, how, name in MODERN_RUNS)
+BESIDE_PAPER = (*DEFAULT_CELLS, *MODERN_CELLS)
 ABSTRACT = [cell for cell in CELLS if cell.where[:2] == ("table3", "resnet20")]  # its main comparison
 # Beside it: the small CNN, where CMCL alone is not better than IE, and IE with adversarial training.
 SMALL = {"table1/cifar10-cnn-ie", "fig2c/cifar10-cnn-ie-adversarial"}
