@@ -23,7 +23,7 @@ def main(epochs: int = 10, **options: object) -> float:
         for images, labels in loader:
             with accelerator.accumulate(model):
                 logits = model(images)  # (5, 32, 10)
-                loss = cmcl.confident_oracle_loss(logits, labels, overlap=3)
+                loss = cmcl.confident_oracle_loss(logits, labels)
                 accelerator.backward(loss.total)
                 accelerator.clip_grad_norm_(model.parameters(), 5.0)
                 optimizer.step()

@@ -41,7 +41,7 @@ def main(epochs: int = 10) -> float:
         for step, (images, labels) in enumerate(loader, 1):
             with torch.autocast(device, dtype):
                 logits = ensemble(images.to(device))  # (5, 32, 10)
-                loss = cmcl.confident_oracle_loss(logits, labels.to(device), overlap=3)
+                loss = cmcl.confident_oracle_loss(logits, labels.to(device))
             scaler.scale(loss.total / PIECES).backward()
             if step % PIECES == 0 or step == len(loader):
                 scaler.step(optimizer)
