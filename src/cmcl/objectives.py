@@ -119,7 +119,7 @@ def confident_oracle_loss(
         kl = _distillation(logits, others, teacher_temperature)  # (M, B, ...): KL(teacher || P)
     else:
         _checks.choice("others", others, ("uniform", "none"))
-        kl = -log_p.mean(2) - math.log(log_p.shape[2])  # (M, B, ...): KL(U || P)
+        kl = -math.log(log_p.shape[2]) - log_p.mean(2)  # (M, B, ...): KL(U || P)
     if task is None:  # cross-entropy
         every = targets.long().expand(len(logits), *targets.shape).flatten(0, 1)  # (M * B, ...)
         values = F.nll_loss(log_p.flatten(0, 1), every, reduction="none")
@@ -129,11 +129,11 @@ def confident_oracle_loss(
     drawn = _draw(labels, log_p, samples, generator, part)  # (S, M, B, ...), or None
     if drawn is not None and isinstance(others, Tensor):
         raise ValueError('labels must be "exact" if others are teacher logits. Got sampled labels.')
-    penalty = kl if drawn is None else _sampled_kl(log_p, drawn)  # (M, B, ...)
 
-    values, kl, penalty = (_per_example(value, counted) for value in (values, kl, penalty))  # (M, B)
+    values, kl = _per_example(values, counted), _per_example(kl, counted)  # (M, B)
+    weighted = _times(beta, kl)
     # The exact KL, even with sampled labels: the assignment must not be noisy.
-    scores = (values - _times(beta, kl)).detach()
+    scores = (values - weighted).detach()
     if part is not None:
         scores = part.of_all_members(scores)
     v = specialists(scores, overlap)
@@ -142,11 +142,12 @@ def confident_oracle_loss(
         q = assign(scores, overlap=overlap, rule=rule, epsilon=epsilon, temperature=temperature)
     if part is not None:
         v, q = v[part.members], q[part.members]
+    penalty = kl if drawn is None else _per_example(_sampled_kl(log_p, drawn), counted)  # (M, B)
     if rule == "hard":  # q is 0 or 1
-        terms = torch.where(v, values, _times(beta, penalty))
+        terms = torch.where(v, values, weighted if drawn is None else _times(beta, penalty))
     else:
         terms = _times(q, values) + _times(beta * (1 - q), penalty)
-    return OracleLoss(terms.sum(0).mean(), v, values, kl, q)
+    return OracleLoss(terms.sum() / terms.shape[1], v, values, kl, q)
 
 
 def independent_loss(

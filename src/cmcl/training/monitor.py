@@ -19,8 +19,6 @@ from .mesh import MeshPart
 
 # sums over examples
 BATCH = ("examples", "loss", "task", "kl", "specialist_entropy", "nonspecialist_entropy")
-STEP = ("steps", "gradient_norm")  # sums over steps
-EXAMPLES, LOSS, STEPS, NORM = 0, 1, -2, -1  # where they are among the sums
 PATIENCE = 3  # epochs under a tenth of the fair share that make a member dead
 
 
@@ -28,18 +26,18 @@ class Monitor:
     """Sums over the steps of an epoch, on the device; `row` reads them once."""
 
     def __init__(self, members: int, classes: int, overlap: int, device: torch.device) -> None:
-        self.sums = torch.zeros(len(BATCH) + len(STEP), dtype=torch.float64, device=device)
-        # examples by specialist and class, and by class; one class if they are not counted by class
-        self.assigned = torch.zeros(members, classes, dtype=torch.float64, device=device)
-        self.seen = torch.zeros(classes, dtype=torch.float64, device=device)
-        # of each member, the first step of this epoch whose loss was not finite
-        self.diverged = torch.full((members,), torch.inf, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(BATCH), dtype=torch.float64, device=device)
+        # examples by specialist and class and, last, by class; one class if they are not counted by class
+        self.examples = torch.zeros(members + 1, classes, dtype=torch.float64, device=device)
+        # sums over steps of each member's loss, of the gradient norm, and of 0; how many steps each was finite
+        self.losses = torch.zeros(members + 2, dtype=torch.float64, device=device)
+        self.finite = torch.zeros_like(self.losses)
         self.fair_share = overlap / members
         self.epochs_below = [0] * members  # in a row, under a tenth of the fair share
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a step changes."""
-        return [self.sums, self.assigned, self.seen, self.diverged]
+        return [self.sums, self.examples, self.losses, self.finite]
 
     @torch.no_grad()
     def count(
@@ -56,7 +54,9 @@ class Monitor:
 
         With `part`, loss and logits are of what this process computes, and targets of the whole batch.
         """
-        entropy = torch.special.entr(logits.float().softmax(2)).sum(2)
+        log_p = logits.float().log_softmax(2)
+        # vectorized, as torch.special.entr is not; the log of 0 is made a number, so that 0 times it is 0
+        entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(2)
         entropy = entropy.flatten(2).mean(2) if entropy.ndim > 2 else entropy  # (M, B)
         if part is not None:
             loss, entropy = part.of_all(loss, entropy)
@@ -67,47 +67,53 @@ class Monitor:
             counted = (targets != ignore_index).reshape(batch, -1).any(1)
             v, others = v & counted, others & counted
         values = torch.stack([loss.task, loss.kl, entropy, entropy])  # (4, M, B)
-        self.sums[EXAMPLES].add_(batch)
-        self.sums[LOSS].add_(loss.total, alpha=batch)
-        self.sums[LOSS + 1 : len(BATCH)].add_(
-            values.where(torch.stack([v, others, v, others]), 0).sum((1, 2))
-        )
-        if len(self.seen) > 1:
-            self.assigned.index_add_(1, targets.long(), v.double())
-            self.seen.index_add_(0, targets.long(), counted.double())
+        examples, total, rest = self.sums.split([1, 1, len(BATCH) - 2])
+        examples.add_(batch)
+        total.add_(loss.total, alpha=batch)
+        rest.add_(values.where(torch.stack([v, others, v, others]), 0).sum((1, 2)))
+        learned = torch.cat([v, counted[None]]).double()  # (M + 1, B)
+        if self.examples.shape[1] > 1:
+            self.examples.index_add_(1, targets.long(), learned)
         else:
-            self.assigned.add_(v.sum(1, keepdim=True))
-            self.seen.add_(counted.sum())
-        now = torch.where(used.isfinite().all(1), torch.inf, self.sums[STEPS])  # (M,)
-        self.diverged.copy_(torch.minimum(self.diverged, now))
+            self.examples.add_(learned.sum(1, keepdim=True))
+        self.losses[:-2].add_(used.sum(1))
 
     def count_more(self, loss: Tensor, batch: int) -> None:
         """Add to the loss of a batch that is counted already."""
-        self.sums[LOSS] += loss.detach() * batch
+        self.sums[BATCH.index("loss")] += loss.detach() * batch
 
     def count_step(self, gradient_norm: Tensor) -> Tensor:
-        """Add one step; returns 1.0 once a member's loss or gradient has not been finite, else 0.0.
+        """Add one step; returns 1.0 once a member's loss or gradient has not been finite, else 0.0."""
+        self.losses[-2].add_(gradient_norm)
+        finite = self.losses.abs() < math.inf  # which NaN is not
+        self.finite.add_(finite)
+        return (~finite).any().float()
+
+    @property
+    def diverged(self) -> Tensor:
+        """Of each member, the first step of this epoch that was not finite, or infinity.
 
         A gradient that is not finite counts for all members if no loss explains it.
         """
-        explained, finite = self.diverged.isfinite().any(), gradient_norm.isfinite()
-        self.diverged.copy_(torch.where(finite | explained, self.diverged, self.sums[STEPS]))
-        self.sums[STEPS].add_(1)
-        self.sums[NORM].add_(gradient_norm)
-        return (explained | ~finite).float()
+        members, gradient, steps = self.finite.split([len(self.finite) - 2, 1, 1])
+        explained = members.min() <= gradient
+        first = torch.minimum(members, torch.where(explained, steps, gradient))
+        return first.where(first < steps, torch.inf)
 
     def steps(self) -> int:
         """The steps of this epoch so far; waits for the device."""
-        return int(self.sums[STEPS])
+        return int(self.finite[-1])
 
     def row(self) -> dict[str, Any]:
         """The means of the epoch so far as plain numbers: one copy from the device."""
-        parts = [self.sums, self.assigned.flatten(), self.seen]
-        sums, assigned, seen = torch.cat(parts).cpu().split([len(part) for part in parts])
-        named = dict(zip((*BATCH, *STEP), sums.tolist(), strict=True))
-        examples, steps = max(named.pop("examples"), 1.0), max(named.pop("steps"), 1.0)
-        row: dict[str, Any] = {name: named[name] / (steps if name in STEP else examples) for name in named}
-        assigned = assigned.reshape(self.assigned.shape)  # (M, C)
+        parts = [self.sums, self.losses[-2:-1], self.finite[-1:], self.examples.flatten()]
+        sums, norm, steps, counts = torch.cat(parts).cpu().split([len(part) for part in parts])
+        counts = counts.reshape(self.examples.shape)
+        named = dict(zip(BATCH, sums.tolist(), strict=True))
+        examples = max(named.pop("examples"), 1.0)
+        row: dict[str, Any] = {name: total / examples for name, total in named.items()}
+        row["gradient_norm"] = norm.item() / max(steps.item(), 1.0)
+        assigned, seen = counts[:-1], counts[-1]  # (M, C), (C,)
         specialists, all_pairs = assigned.sum().item(), len(assigned) * seen.sum().item()
         row["specialist_entropy"] = named["specialist_entropy"] / max(specialists, 1.0)
         row["nonspecialist_entropy"] = named["nonspecialist_entropy"] / max(all_pairs - specialists, 1.0)
@@ -118,9 +124,8 @@ class Monitor:
 
     def reset(self) -> None:
         """Start a new epoch."""
-        for tensor in (self.sums, self.assigned, self.seen):
+        for tensor in self.tensors():
             tensor.zero_()
-        self.diverged.fill_(torch.inf)
 
     def find_dead_members(self, row: dict[str, Any]) -> None:
         """Warn of members that hardly learn, and add them to the row.

@@ -4,6 +4,7 @@
 of it in a graph, with a stream per member, and replays that. M members, B batch, C classes.
 """
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -101,9 +102,10 @@ class TrainState:
 
     def check_finite(self) -> None:
         """Raise `Diverged` if a loss or gradient of this epoch is not finite; waits for the device."""
-        diverged = self.monitor.diverged.tolist()  # of each member, the first step of this epoch, or inf
-        if (first := min(diverged)) == math.inf:
+        if math.isfinite(self.monitor.losses.sum()):
             return
+        diverged = self.monitor.diverged.tolist()
+        first = min(diverged)
         step = self.step - self.monitor.steps() + int(first)
         members = [m for m, number in enumerate(diverged) if number == first]
         raise Diverged(
@@ -136,6 +138,8 @@ class Step:
         compiler = Compiler(dynamic=False if isinstance(batches, Resident) else None) if compile else None
         self.run = Runner(len(state.ensemble.members) if streams else 0, compiler)
         self.loss = compiler(_loss) if compiler else _loss
+        # without what torch adds for hooks and profilers, half of the time with small networks
+        self.update = partial(inspect.unwrap(type(state.optimizer).step), state.optimizer)
         ensemble, own = state.ensemble, state.members
         self.stems, self.trunks, self.members = (
             ensemble.stems[own],
@@ -161,18 +165,20 @@ class Step:
             if self.augment is not None:
                 with torch.no_grad():
                     images, targets = self.augment(images, targets, default_generator(state.device))
-            pieces = (tensor.tensor_split(parts) for tensor in (images, targets, labels))
+            pieces = [tensor.tensor_split(parts) for tensor in (images, targets, labels)]
             for number, (x, y, classes) in enumerate(zip(*pieces, strict=True)):
                 part = state.mesh.part(len(state.ensemble.members), len(x), (state.seed, state.step, number))
                 if part is not None:
                     x, y = x[part.examples], y[part.examples]
-                (self.forward(x, y, classes, part) * (len(x) / len(images))).backward()
+                total = self.forward(x, y, classes, part)
+                (total if parts == 1 and part is None else total * (len(x) / len(images))).backward()
         state.mesh.add_gradients(self.parameters)
         broken = state.monitor.count_step(_clip(self.parameters, state.recipe.clip_norm, state.mesh))
         # Once a loss is NaN or infinite, fused optimizers skip their update: the last good weights stay, and
         # with them the running statistics of batch normalisation.
         state.optimizer.found_inf = broken  # type: ignore[attr-defined]
-        state.optimizer.step()
+        with torch.no_grad():
+            self.update()
         _restore(broken, self.buffers(), before)
         if state.average is not None:
             state.average.update()
