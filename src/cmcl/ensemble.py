@@ -336,7 +336,8 @@ def in_eval(module: nn.Module) -> Iterator[None]:
         users = _users.setdefault(module, _EvalUsers())
         if users.threads == 0:
             users.training = [part for part in module.modules() if part.training]
-            module.eval()
+            if users.training:
+                module.eval()
         users.threads += 1
     try:
         yield

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._files import needing_room, parse_json, replacing
 from .._messages import warn
+from ..metrics import _entropy
 from ..objectives import OracleLoss
 from .mesh import MeshPart
 
@@ -54,10 +55,7 @@ class Monitor:
 
         With `part`, loss and logits are of what this process computes, and targets of the whole batch.
         """
-        log_p = logits.float().log_softmax(2)
-        # vectorized, as torch.special.entr is not; the log of 0 is made a number, so that 0 times it is 0
-        entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(2)
-        entropy = entropy.flatten(2).mean(2) if entropy.ndim > 2 else entropy  # (M, B)
+        entropy = _entropy(logits.float().softmax(2), 2)  # (M, B)
         if part is not None:
             loss, entropy = part.of_all(loss, entropy)
         v, others, batch = loss.assignment, ~loss.assignment, len(targets)  # (M, B)
