@@ -5,6 +5,7 @@
     python benchmarks/peers.py --network mlp --out results/bench/peers-mlp-cpu.jsonl
     python benchmarks/peers.py --network cnn --members 1,5 --rounds 5
     python benchmarks/peers.py table results/bench/peers-mlp-cpu.jsonl
+    python benchmarks/peers.py --predict 1024            # a prediction of so many examples, not a step
     python benchmarks/peers.py sizes                     # where stacked members are faster on a CPU
     python benchmarks/peers.py start                     # seconds and memory until the first step
 
@@ -17,6 +18,7 @@ M members, B batch, C classes.
 """
 
 import argparse
+import contextlib
 import copy
 import json
 import statistics
@@ -35,6 +37,7 @@ from torch.func import functional_call, stack_module_state
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import cmcl
+from cmcl.ensemble import prediction
 from cmcl.stacking import pays
 
 Step = Callable[[], object]
@@ -193,7 +196,8 @@ def ensemble_pytorch(work: Work, steps: int) -> float:
         model = VotingClassifier(estimator=work.network, n_estimators=work.members, cuda=cuda, n_jobs=1)
         model.logger, model.tb_logger = logger, None  # it would write files into the working folder
         model.set_optimizer("SGD", lr=LR, momentum=MOMENTUM)
-        model.fit(loader, epochs=length // len(loader), log_interval=10**9, save_model=False)
+        with contextlib.redirect_stdout(None):  # it prints the first batch of every epoch
+            model.fit(loader, epochs=length // len(loader), log_interval=10**9, save_model=False)
 
     return fitted(run, steps)
 
@@ -211,6 +215,43 @@ def cmcl_fit(work: Work, steps: int, *, share: bool = False, members: str = "aut
         cmcl.fit(own, (work.images, work.targets), recipe=recipe, options=options)
 
     return fitted(run, steps)
+
+
+def predictors(work: Work, examples: int) -> dict[str, Callable[[], float]]:
+    """Name -> a function that measures seconds of one prediction, of averaged probabilities (B, C)."""
+    networks, m = nn.ModuleList(work.build()).eval(), work.members
+    x = torch.randn(examples, *work.network.shape, device=work.device)
+    weights, buffers = stack_module_state(list(networks))
+    base = copy.deepcopy(networks[0]).to("meta")
+    call = torch.vmap(lambda w, b: functional_call(base, (w, b), (x,)))
+    ensemble = cmcl.Ensemble(list(networks))
+
+    def by_hand() -> Tensor:
+        h = x.T.expand(m, -1, -1)
+        for layer in (0, 2, 4):
+            h = torch.baddbmm(weights[f"{layer}.bias"][..., None], weights[f"{layer}.weight"], h)
+            h = h.relu() if layer < 4 else h
+        return h.mT
+
+    logits = {
+        "one member": lambda: networks[0](x)[None],
+        "plain loop": lambda: torch.stack([network(x) for network in networks]),
+        "torch.vmap": lambda: call(weights, buffers),
+    }
+    if work.name == "mlp":
+        logits["batched matrices by hand"] = by_hand
+    probs: dict[str, Step] = {n: lambda make=make: make().softmax(2).mean(0) for n, make in logits.items()}
+    if _installed("torchensemble"):
+        from torchensemble import VotingClassifier
+
+        peer = VotingClassifier(estimator=work.network, n_estimators=m, cuda=work.device.type == "cuda")
+        peer.estimators_ = networks
+        probs["Ensemble-PyTorch"] = lambda: peer(x)
+    if work.name == "mlp":
+        probs["by hand, entropies as well"] = lambda: prediction(by_hand())
+    probs["Ensemble.predict"] = lambda: ensemble.predict(x)
+    steps = max(10, 20_000 // examples)
+    return {name: partial(torch.no_grad()(per_step), step, steps) for name, step in probs.items()}
 
 
 def clock() -> float:
@@ -269,7 +310,7 @@ def measure(args: argparse.Namespace) -> None:
     for members in map(int, args.members.split(",")):
         work = Work(args.network, members, args.device)
         measured: dict[str, list[float]] = {}
-        own = contenders(work)
+        own = predictors(work, args.predict) if args.predict else contenders(work)
         for number in range(args.rounds + 1):
             for name, seconds in own.items():
                 if number:  # the first round warms up
@@ -279,6 +320,7 @@ def measure(args: argparse.Namespace) -> None:
         where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {args.threads} thread"
         for name, times in measured.items():
             row = {"network": args.network, "members": members, "contender": name, "ms": times}
+            row |= {"predict": args.predict} if args.predict else {}
             rows.append(row | {"torch": torch.__version__, "device": where})
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -290,14 +332,16 @@ def measure(args: argparse.Namespace) -> None:
 def table(rows: list[dict]) -> str:
     """Medians in ms, and as ratios to the plain loop of as many members."""
     counts = sorted({row["members"] for row in rows})
-    lines = [f"{rows[0]['network']}, {rows[0]['device']}, torch {rows[0]['torch']}: ms per step (ratio)", ""]
+    first, base = rows[0], "plain loop" if "predict" in rows[0] else "plain loop, IE"
+    work = f"prediction of {first['predict']}" if "predict" in first else "step"
+    lines = [f"{first['network']}, {first['device']}, torch {first['torch']}: ms per {work} (ratio)", ""]
     lines.append(f"{'':34}" + "".join(f"{f'M = {count}':>16}" for count in counts))
     medians = {(r["contender"], r["members"]): statistics.median(r["ms"]) for r in rows}
     for name in dict.fromkeys(row["contender"] for row in rows):
         cells = []
         for count in counts:
-            ms, base = medians.get((name, count)), medians.get(("plain loop, IE", count))
-            cells.append(f"{ms:9.2f} ({ms / base:.2f})" if ms and base else "")
+            ms, plain = medians.get((name, count)), medians.get((base, count))
+            cells.append(f"{ms:9.2f} ({ms / plain:.2f})" if ms and plain else "")
         lines.append(f"{name:34}" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)
 
@@ -364,6 +408,7 @@ def main() -> None:
     parser.add_argument("records", nargs="*", help="sizes; start; or table FILE, of an earlier run")
     parser.add_argument("--network", choices=NETWORKS, default="mlp")
     parser.add_argument("--members", default="1,2,5,10,25")
+    parser.add_argument("--predict", type=int, metavar="EXAMPLES", help="measure predictions, not steps")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
