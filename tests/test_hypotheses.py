@@ -1,11 +1,12 @@
 """Metrics of several hypotheses against hand-worked numbers and numerical integration."""
 
 import math
+import re
 
 import pytest
 import torch
 
-from cmcl import metrics
+from cmcl import assign, metrics
 
 
 class TestTrajectories:
@@ -108,3 +109,55 @@ class TestVoronoi:
     def test_shapes(self):
         with pytest.raises(ValueError, match="hypotheses must be"):
             metrics.voronoi_nll(torch.zeros(2, 3, 1), torch.zeros(2, 2), torch.zeros(3, 1), bandwidth=1.0)
+
+
+TWO = dict(scores=torch.zeros(2, 3), losses=torch.zeros(2, 3))
+MIXTURE = dict(
+    hypotheses=torch.zeros(2, 3, 1), scores=torch.zeros(2, 3), targets=torch.zeros(3, 1), bandwidth=1.0
+)
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "error", "said"),
+    [
+        (
+            metrics.min_ade,
+            dict(hypotheses=[[1.0]], targets=torch.zeros(1)),
+            TypeError,
+            "hypotheses must be a",
+        ),
+        (
+            metrics.min_fde,
+            dict(hypotheses=torch.zeros(1), targets=None),
+            TypeError,
+            "targets must be a float",
+        ),
+        (metrics.score_ece, TWO | {"scores": None}, TypeError, "scores must be a floating-point tensor"),
+        (
+            metrics.score_ece,
+            TWO | {"losses": torch.zeros(2, 3, 4)},
+            ValueError,
+            "losses must be (members, ex",
+        ),
+        (metrics.score_ece, TWO | {"bins": -1}, ValueError, "bins must be 1 or more. Got -1"),
+        (metrics.voronoi_nll, MIXTURE | {"targets": [0.0]}, TypeError, "targets must be a floating-point"),
+        (
+            metrics.voronoi_nll,
+            MIXTURE | {"scores": None},
+            TypeError,
+            "scores must be a floating-point tensor",
+        ),
+        (metrics.voronoi_nll, MIXTURE | {"samples": 0}, ValueError, "samples must be 1 or more. Got 0"),
+        (
+            metrics.voronoi_nll,
+            MIXTURE | {"bandwidth": 0},
+            ValueError,
+            "bandwidth must be a finite number abo",
+        ),
+        (metrics.voronoi_nll, MIXTURE | {"bandwidth": math.nan}, ValueError, "bandwidth must be a finite"),
+        (assign, dict(losses=[[1.0]]), TypeError, "losses must be a floating-point tensor. Got list"),
+    ],
+)
+def test_arguments_of_other_types(metric, given, error, said):
+    with pytest.raises(error, match=re.escape(said)):
+        metric(**given)

@@ -385,6 +385,7 @@ WRONG = {
     "overlap a bool": (dict(overlap=True), TypeError, "overlap must be an integer"),
     "beta negative": (dict(beta=-1), ValueError, "beta must be a finite number, 0 or more. Got -1"),
     "beta NaN": (dict(beta=math.nan), ValueError, "beta must be a finite number"),
+    "beta of 400 digits": (dict(beta=10**400), ValueError, "beta must be a finite number"),
     "beta a word": (dict(beta="big"), TypeError, "beta must be a number. Got str 'big'"),
     "samples": (dict(labels="sampled", samples=0), ValueError, "samples must be 1 or more. Got 0"),
     "labels a typo": (dict(labels="stochastic"), ValueError, "labels must be one of 'exact', 'sampled'. Got 'stochastic'"),

@@ -6,6 +6,7 @@ tensors, or everywhere with CMCL_DEBUG=1, because on a GPU it would wait for the
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,8 +23,7 @@ from ._messages import warn
 
 def members(logits: Tensor) -> int:
     """The number of members M of logits (M, B, C, ...)."""
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise TypeError(f"logits must be a floating-point tensor. Got {kind(logits)}.")
+    floating(logits=logits)
     if logits.ndim < 3 or 0 in logits.shape:
         raise ValueError(
             "logits must have shape (members, batch, classes) or (members, batch, classes, height, width), "
@@ -38,7 +38,7 @@ def objective(logits: Tensor, targets: Tensor, beta: float, samples: int, *, own
     """Shapes, types and ranges of an objective's arguments; unless the task reads the targets its own way."""
     if not isinstance(beta, Real):
         raise TypeError(f"beta must be a number. Got {kind(beta)}.")
-    if not 0 <= beta < math.inf:
+    if not 0 <= beta <= sys.float_info.max:
         raise ValueError(f"beta must be a finite number, 0 or more. Got {beta}.")
     positive("samples", samples)
     if not isinstance(targets, Tensor):
@@ -57,6 +57,13 @@ def objective(logits: Tensor, targets: Tensor, beta: float, samples: int, *, own
             f"targets must have shape {expected} for logits of shape {tuple(logits.shape)}. "
             f"Got {tuple(targets.shape)}."
         )
+
+
+def floating(**tensors: Tensor) -> None:
+    """Raise unless all are floating-point tensors."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor. Got {kind(value)}.")
 
 
 def overlaps(overlap: int | Tensor, m: int) -> None:

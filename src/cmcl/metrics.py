@@ -10,6 +10,8 @@ trajectories. The functions take whole arrays; `Accumulator` takes batches and g
 """
 
 import math
+import sys
+from numbers import Real
 from typing import Any
 
 import torch
@@ -311,7 +313,11 @@ def score_ece(scores: Tensor, losses: Tensor, *, bins: int = 15) -> float:
 
     All M probabilities of an example count, not only the largest.
     """
+    _checks.floating(scores=scores)
     _checks.losses(losses, scores)
+    _checks.positive("bins", bins)
+    if losses.ndim != 2:
+        raise ValueError(f"losses must be (members, examples). Got {tuple(losses.shape)}.")
     probs = scores.softmax(0)  # (M, N)
     best = losses.argmin(0) == torch.arange(len(losses), device=losses.device)[:, None]  # (M, N)
     count, confidence, correct = _binned(probs.flatten(), best.flatten(), bins)
@@ -333,6 +339,10 @@ def voronoi_nll(
     are nearer to it than to the others, and the probability `scores.softmax(0)`. The mass of a Gaussian
     inside its cell is estimated by `samples` draws.
     """
+    _checks.floating(hypotheses=hypotheses, scores=scores, targets=targets)
+    _checks.positive("samples", samples)
+    if not isinstance(bandwidth, Real) or not 0 < bandwidth <= sys.float_info.max:
+        raise ValueError(f"bandwidth must be a finite number above 0. Got {_checks.kind(bandwidth)}.")
     if hypotheses.ndim != 3 or targets.shape != hypotheses.shape[1:] or scores.shape != hypotheses.shape[:2]:
         raise ValueError(
             "hypotheses must be (members, examples, values), scores (members, examples) and targets "
@@ -424,8 +434,7 @@ def _check(member_probs: Tensor, targets: Tensor, ignore_index: int | None) -> N
 
 
 def _check_probs(name: str, probs: Tensor, dim: int) -> None:
-    if not isinstance(probs, Tensor) or not probs.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor. Got {_checks.kind(probs)}.")
+    _checks.floating(**{name: probs})
     if not -probs.ndim <= dim < probs.ndim:
         hint = f" Add the members' axis: {name}[None]." if probs.ndim == dim == 2 else ""
         raise ValueError(f"{name} must have its classes on axis {dim}. Got {_checks.kind(probs)}.{hint}")
@@ -448,6 +457,7 @@ def _check_scores(name: str, scores: Tensor) -> None:
 
 def _distances(hypotheses: Tensor, targets: Tensor) -> Tensor:
     """Euclidean distances (M, N, T)."""
+    _checks.floating(hypotheses=hypotheses, targets=targets)
     if hypotheses.ndim != 4 or targets.shape != hypotheses.shape[1:]:
         raise ValueError(
             "hypotheses must be (members, examples, steps, values) and targets (examples, steps, values). "

@@ -238,6 +238,7 @@ def assign(
         epsilon: of the relaxed rule, 0 to 1. Above 1 - K / M, the others would learn more than the K.
         temperature: of the annealed rule, above 0.
     """
+    _checks.floating(losses=losses)
     _checks.overlaps(overlap, len(losses))
     losses = losses.detach()
     if callable(rule):
