@@ -408,6 +408,32 @@ def test_a_group_of_the_users_that_carries_nothing_on_the_cpu(tmp_path):
     )
 
 
+LEFT = """
+import atexit, sys
+from pathlib import Path
+def threads():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    print(f"left: {[name for name in names if 'gloo' in name]}\\n", end="")
+atexit.register(threads)  # runs last
+import mesh_cases
+import torch.distributed as dist
+if sys.argv[1] == "own":
+    dist.init_process_group("gloo")
+mesh_cases.train("ie", "members=2")
+if sys.argv[1] == "own":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("group", ["own", "ours"])
+def test_no_thread_is_left_when_python_ends(tmp_path, group):
+    """One of gloo's that needs Python then aborts a process whose training is done."""
+    (tmp_path / "left.py").write_text(LEFT)
+    code, out, err = run(*torchrun(2, tmp_path / "left.py", group))
+    assert code == 0, err
+    assert out.count("left: []\n") == 2, out
+
+
 COPIED = """
 import torch
 from cmcl.training.mesh import Mesh, Shape

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: its functions keep the one they find
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
@@ -471,6 +472,7 @@ def group_on_cpu() -> Any:
 @lru_cache(maxsize=1)
 def _patient(everyone: Any) -> Any:
     """A group of the same processes, which wait for one another as long as process 0 may evaluate."""
+    atexit.register(_patient.cache_clear)  # a thread of gloo that outlives Python aborts the process
     return dist.new_group(backend="gloo", timeout=EVALUATION)
 
 
