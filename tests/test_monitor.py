@@ -108,6 +108,15 @@ class TestByHand:
         assert row["specialist_entropy"] == pytest.approx((h(0.9) + LN2) / 2, rel=1e-6)
         assert row["nonspecialist_entropy"] == pytest.approx(h(0.4), rel=1e-6)
 
+    def test_a_class_that_is_masked_out(self):
+        """Its logit is -inf: it adds nothing to the entropy, and an infinite KL that is not used is no divergence."""
+        logits = torch.tensor([[[1.0, 1.0, -math.inf]], [[0.0, 3.0, -math.inf]]])  # (M, B, C)
+        targets, monitor = torch.tensor([0]), Monitor(2, 3, 1, CPU)
+        monitor.count(confident_oracle_loss(logits, targets, beta=0.0, overlap=1), logits, targets, beta=0.0)
+        assert monitor.count_step(torch.tensor(1.0)) == 0
+        assert monitor.row()["specialist_entropy"] == pytest.approx(LN2)
+        assert monitor.diverged.tolist() == [math.inf, math.inf]
+
     def test_more_loss_of_the_same_examples(self):
         monitor = Monitor(2, 2, 1, CPU)
         loss = count(monitor, self.PROBS, self.TARGETS)
