@@ -37,6 +37,8 @@ def test_an_extended_run_is_bit_for_bit_the_longer_one(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "telemetry.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
     assert [row["loss"] for row in rows] == [row["loss"] for row in whole_result.rows]
+    _, result = fit(replace(SHORT, epochs=None, steps=13), out=tmp_path / "run", resume=True)
+    assert result.steps == 13, "as long, in other words"
     with pytest.raises(ValueError, match="steps must be at least 13, those done. Got 7"):
         fit(SHORT, out=tmp_path / "run", resume=True)
 

@@ -135,6 +135,7 @@ class TestSchedule:
         recipe = replace(BASE, lr=1.0, milestones=((30, 0.1), (60, 0.5)))
         lrs = [recipe.lr_at(step, 100) for step in (0, 29, 30, 59, 60, 99)]
         assert lrs == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.05, 0.05], rel=1e-12)
+        assert replace(BASE, lr=1.0, milestones=((1, 0.5),)).lr_at(1, 100) == 0.5, "a step, no fraction"
 
     def test_milestones_by_fraction(self):
         recipe = replace(BASE, lr=1.0, milestones=((0.5, 0.1), (0.75, 0.1)))
