@@ -183,7 +183,7 @@ def fit(
                         with state.averaged():
                             row |= _scores(ensemble, plan.validation, options, ignore_index, mesh)
                 rows.append(row)
-                progress.log(row if folder.path else row | {"seed": None})
+                progress.log(row if folder.path else row | {"seed": None})  # a seed tells folders apart
                 folder.save_if_due(state)
         seconds = folder.seconds()
         step = None  # release its CUDA graph, and the memory that gradients keep of it
