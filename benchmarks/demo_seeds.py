@@ -11,13 +11,14 @@ import platform
 import sys
 import tempfile
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 
 import torch
 
-from cmcl.cli.explore import METHODS, one_thread, scores, train_and_calibrate
+from cmcl.cli.explore import METHODS, SHOWN, one_thread, scores, train_and_calibrate
 from cmcl.reproduction import find
 from cmcl.reproduction.environment import commit
+from cmcl.reproduction.record import spread, spread_text
 from cmcl.training import Options
 
 
@@ -40,7 +41,7 @@ def main() -> None:
     print(f"{stem}: errors on the test images in percent, mean ± standard deviation\n")
     print(f"{'':8}{'top-1':>16}{'oracle':>16}{'ECE':>16}{'scaled ECE':>16}")
     for method, rows in found.items():
-        texts = (spread([row[key] for row in rows]) for key in ("top1", "oracle", "ece", "scaled_ece"))
+        texts = (spread_text(spread([row[key] for row in rows])) for key in SHOWN)
         print(f"{method:8}" + "".join(f"{text:>16}" for text in texts))
     compare([row["top1"] for row in found["cmcl"]], [row["top1"] for row in found["ie"]])
     for method in METHODS:
@@ -57,18 +58,14 @@ def measure(name: str, seed: int, out: Path) -> dict[str, float]:
     return found
 
 
-def spread(values: list[float]) -> str:
-    """Mean and sample deviation."""
-    return f"{fmean(values):.2f} ± {stdev(values):.2f}"
-
-
 def compare(ours: list[float], theirs: list[float]) -> None:
     """How often CMCL is better than the independent ensemble, seed by seed."""
     pairs = list(zip(ours, theirs, strict=True))
     better, equal = sum(a < b for a, b in pairs), sum(a == b for a, b in pairs)
     gain = [b - a for a, b in pairs]
     print(f"\nCMCL's top-1 error is below IE's in {better} of {len(pairs)} seeds, equal in {equal}; ", end="")
-    print(f"difference {spread(gain)} points, standard error {stdev(gain) / len(gain) ** 0.5:.2f}\n")
+    error = stdev(gain) / len(gain) ** 0.5
+    print(f"difference {spread_text(spread(gain))} points, standard error {error:.2f}\n")
 
 
 if __name__ == "__main__":

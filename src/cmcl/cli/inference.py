@@ -238,14 +238,14 @@ def _calibrate_pixels(ensemble: "Ensemble", test: "Dataset") -> "tuple[float, di
 
 def _save_temperature(folder: Path, found: dict[str, Any], *, in_record: bool) -> None:
     """Save the temperature with the ensemble; in the record of its run, too, if it has the same test data."""
-    from ..reproduction.record import read
+    from ..reproduction.record import SCALED, read
     from ..serialization import save_temperature, saved_checksum
 
     save_temperature(folder, found["temperature"])
     for path in (folder / "record.json", folder.absolute().parent / "record.json"):
         record = read(path)
         if record is not None and record.weights == saved_checksum(folder):
-            kept = {key: value for key, value in record.calibration.items() if key not in found}
+            kept = {key: value for key, value in record.calibration.items() if key not in SCALED}
             calibration = kept | (found if in_record else {})
             record.model_copy(update={"calibration": calibration}).save(path)
 

@@ -6,6 +6,7 @@ the risk-coverage curve and AUROC. Errors are in percent. M members, N examples,
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,23 +55,11 @@ def evaluate_run(
         if gallery is not None and start is not None:
             gallery.update(probs, start)
 
-    scores, scaled = scored(
-        ensemble,
-        images,
-        targets,
-        ood=ood,
-        mode="expected",
-        curves=True,
-        batch_size=batch_size,
-        title=title,
-        watch=watch,
-    )
+    measured = partial(scored, ensemble, images, targets, batch_size=batch_size)
+    scores, scaled = measured(mode="expected", ood=ood, curves=True, title=title, watch=watch)
     sampled = errors = recorded_errors(scores)
     if ensemble.share_after is not None:
-        label = title and f"{title}, sampled masks"
-        again, _ = scored(
-            ensemble, images, targets, mode="sampled", seed=seed, batch_size=batch_size, title=label
-        )
+        again, _ = measured(mode="sampled", seed=seed, title=title and f"{title}, sampled masks")
         sampled = recorded_errors(again)
     after = {}
     if ensemble.temperature is not None:

@@ -15,6 +15,7 @@ from .._schema import Schema
 from ..training.config import Recipe
 
 FORMAT: Final = 2  # raise it when an earlier version of cmcl could misread what is written
+SCALED = ("temperature", "scaled_ece", "scaled_reliability")  # what a temperature adds to `calibration`
 EVALUATED = {"errors", "members", "classwise", "calibration", "entropy", "ood", "validation", "format"}
 
 Percent = Annotated[float, Field(ge=0, le=100)]

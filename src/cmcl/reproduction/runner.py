@@ -37,7 +37,7 @@ from .custom import described
 from .evaluate import evaluate_run, recorded_errors, scored
 from .gallery import GalleryBuilder
 from .recipes import OOD, find
-from .record import Record, read
+from .record import SCALED, Record, read
 
 TRAINED = ("steps", "seconds", *environment.FIELDS, "resumed_with")  # fields of a record about training
 
@@ -231,8 +231,7 @@ def _calibrated_before(folder: Path, weights: str) -> dict[str, Any]:
     if before is None or before.weights != weights or "temperature" not in before.calibration:
         return {}
     save_temperature(folder / "ensemble", before.calibration["temperature"])
-    kept = {"temperature", "scaled_ece", "scaled_reliability"}
-    return {key: value for key, value in before.calibration.items() if key in kept}
+    return {key: value for key, value in before.calibration.items() if key in SCALED}
 
 
 def load_data(recipe: Recipe, *, root: str | Path | None = None, cache: str | Path | None = None) -> RunData:
