@@ -188,10 +188,6 @@ class TestList:
         (["reproduce", "table1", "--part", "3/2"], "--part must look like 2/3"),
         (["reproduce", "table3", "--search", "tset"], "Did you mean 'test'?"),
         (["reproduce", "fig1c", "--search", "heldout"], "must have a CMCL recipe"),
-        (
-            ["reproduce", "table1", "--root", "HERE", "--out", "HERE", "--results", "HERE"],
-            "data fetch cifar10",
-        ),
         (["report", "HERE/rnus"], "Did you mean 'runs'?"),
         (["report", "--format", "htm"], "Did you mean 'html'?"),
         (["demo", "--sed", "1"], "No such option"),
@@ -258,6 +254,13 @@ def test_a_file_that_cannot_be_written_raises_before_the_work(mistake, tmp_path,
     monkeypatch.setattr("cmcl.report.write", pytest.fail)
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "locked")
     assert problem in mistake("report", tmp_path, "-o", tmp_path / place)
+
+
+def test_a_campaign_without_its_data_says_how_to_fetch_them(cmcl, tmp_path):
+    code, out, err = cmcl("reproduce", "table1", "--root", tmp_path, "--out", tmp_path, "--results", tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cifar10-cnn-cmcl seed 0: started" in out
+    assert "cmcl data fetch cifar10" in err
 
 
 def test_a_finished_campaign_needs_no_writable_folder(cmcl, tmp_path):

@@ -310,9 +310,9 @@ def test_the_gallery_shows_the_predictions_that_are_evaluated(tmp_path):
 
 
 def test_every_test_image_is_evaluated_once(tmp_path, monkeypatch):
-    seen, stream = [], cmcl.Ensemble.stream
-    counted = lambda self, x, size, **how: (seen.append(len(x)), stream(self, x, size, **how))[1]  # noqa: E731
-    monkeypatch.setattr(cmcl.Ensemble, "stream", counted)
+    seen, compute = [], cmcl.Ensemble.member_probs
+    counted = lambda self, x, **how: (seen.append(len(x)), compute(self, x, **how))[1]  # noqa: E731
+    monkeypatch.setattr(cmcl.Ensemble, "member_probs", counted)
     (record,) = run("tiny-ie", out=tmp_path, test_limit=50, options=OPTIONS)
     assert sum(seen) == record.test_examples == 50
     assert list(tmp_path.glob("*/gallery/gallery.json"))

@@ -66,7 +66,7 @@ class Accumulator:
         correct = predicted == targets
         member_correct = probs.max(2).indices == targets  # (M, N, P); max is 10x faster than argmax here
         member_errors = pixel_mean(~member_correct)  # (M, N)
-        chosen = _entropy(probs, 2).argmin(0, keepdim=True)  # (1, N)
+        chosen = mean_entropy(probs, 2).argmin(0, keepdim=True)  # (1, N)
         true = averaged.gather(1, targets[:, None])  # (N, 1, P)
         distance = averaged.scatter(1, targets[:, None], true - 1)  # p minus the one-hot true class
         by_example = {
@@ -76,7 +76,7 @@ class Accumulator:
             "member_errors": member_errors,
             "nll": pixel_mean(-true[:, 0].clamp(min=torch.finfo(true.dtype).tiny).log()),
             "brier": pixel_mean(distance.square().sum(1)),
-            "entropy": _entropy(averaged, 1),
+            "entropy": mean_entropy(averaged, 1),
         }
         self._add(**{name: value.sum(-1, dtype=torch.float64) for name, value in by_example.items()})
         # From here on the Q examples or pixels that count.
@@ -94,7 +94,7 @@ class Accumulator:
     def update_ood(self, member_probs: Tensor) -> None:
         """Add a batch of predictions on out-of-distribution data, for AUROC and FPR95."""
         _check_probs("ood", member_probs, 2)
-        values = _entropy(_precise(member_probs).mean(0), 1)  # (N,)
+        values = mean_entropy(_precise(member_probs).mean(0), 1)  # (N,)
         self._add(ood_entropy=values.sum(dtype=torch.float64), ood_examples=torch.tensor(len(values)))
         if self.curves:
             self._keep(ood_entropy=values)
@@ -239,7 +239,14 @@ def entropy(probs: Tensor, *, dim: int = 2, pixelwise: bool = False) -> Tensor:
     probabilities (N, C, ...) pass dim=1.
     """
     _check_probs("probs", probs, dim)
-    return torch.special.entr(probs).sum(dim) if pixelwise else _entropy(probs, dim % probs.ndim)
+    return torch.special.entr(probs).sum(dim) if pixelwise else mean_entropy(probs, dim % probs.ndim)
+
+
+def mean_entropy(probs: Tensor, dim: int) -> Tensor:
+    """The entropy of `entropy`, the pixel mean if dense, without a check, which would wait for a GPU."""
+    # vectorized, as torch.special.entr is not; the log of 0 is made a number, so that 0 times it is 0
+    values: Tensor = (probs * -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum(dim)
+    return values.flatten(dim).mean(dim) if values.ndim > dim else values
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
@@ -394,13 +401,6 @@ def _accumulated(
 def _precise(probs: Tensor) -> Tensor:
     """At least float32, for the means over members."""
     return probs.to(torch.promote_types(probs.dtype, torch.float32))
-
-
-def _entropy(probs: Tensor, dim: int) -> Tensor:
-    """`entropy` without a check, which would wait for a GPU."""
-    # vectorized, as torch.special.entr is not; the log of 0 is made a number, so that 0 times it is 0
-    values: Tensor = (probs * -probs.clamp(min=torch.finfo(probs.dtype).tiny).log()).sum(dim)
-    return values.flatten(dim).mean(dim) if values.ndim > dim else values
 
 
 def _binned(confidence: Tensor, correct: Tensor, bins: int) -> Tensor:

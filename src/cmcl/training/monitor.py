@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._files import needing_room, parse_json, replacing
 from .._messages import warn
-from ..metrics import _entropy
+from ..metrics import mean_entropy
 from ..objectives import OracleLoss
 from .mesh import MeshPart
 
@@ -30,7 +30,7 @@ class Monitor:
         self.sums = torch.zeros(len(BATCH), dtype=torch.float64, device=device)
         # examples by specialist and class and, last, by class; one class if they are not counted by class
         self.examples = torch.zeros(members + 1, classes, dtype=torch.float64, device=device)
-        # sums over steps of each member's loss, of the gradient norm, and of 0; how many steps each was finite
+        # sums over steps of each member's loss, of the gradient norm and of 0; in how many each was finite
         self.losses = torch.zeros(members + 2, dtype=torch.float64, device=device)
         self.finite = torch.zeros_like(self.losses)
         self.fair_share = overlap / members
@@ -55,7 +55,7 @@ class Monitor:
 
         With `part`, loss and logits are of what this process computes, and targets of the whole batch.
         """
-        entropy = _entropy(logits.float().softmax(2), 2)  # (M, B)
+        entropy = mean_entropy(logits.float().softmax(2), 2)  # (M, B)
         if part is not None:
             loss, entropy = part.of_all(loss, entropy)
         v, others, batch = loss.assignment, ~loss.assignment, len(targets)  # (M, B)
