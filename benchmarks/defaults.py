@@ -19,11 +19,13 @@ import json
 import math
 import time
 import zipfile
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from scipy import stats
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -42,16 +44,20 @@ REGIMES = {  # hidden units of both layers, training examples
 M, BATCH, STEPS, LR = 5, 64, 2000, 1e-3
 SETTINGS = {
     "ie": {"overlap": M},
+    "ie + smoothing": {"overlap": M, "smoothing": 0.1},  # is it more than label smoothing?
     "ie + sharing": {"overlap": M, "sharing": True},
     "paper": {"overlap": 1, "beta": 0.75},
     "k3 sampled": {"overlap": 3, "beta": 0.75, "labels": "sampled"},
     "k4 beta 0.75": {"overlap": 4, "beta": 0.75},
     "default": {"overlap": 4, "beta": 0.25},
+    "k4 + smoothing": {"overlap": 4, "beta": 0.25, "smoothing": 0.1},
     "k4 beta 0.1": {"overlap": 4, "beta": 0.1},
     "k4 + sharing": {"overlap": 4, "beta": 0.25, "sharing": True},
     "k3": {"overlap": 3, "beta": 0.25},
     "k4 warm start": {"overlap": 4, "beta": 0.25, "warm_start": 0.3},
     "k4 relaxed": {"overlap": 4, "beta": 0.25, "rule": "relaxed", "epsilon": 0.1},
+    "k4 relaxed 0.05": {"overlap": 4, "beta": 0.25, "rule": "relaxed", "epsilon": 0.05},
+    "k4 relaxed 0.2": {"overlap": 4, "beta": 0.25, "rule": "relaxed", "epsilon": 0.2},
     "k3 evolving": {"overlap": 3, "beta": 0.25, "evolve": 0.7},
     "annealed": {"overlap": 1, "beta": 0.25, "rule": "annealed"},
     "k4 mcl-kd": {"overlap": 4, "beta": 0.25, "warm_start": 0.3, "teacher": 2.0},
@@ -128,6 +134,7 @@ def run(
     warm_start: float = 0.0,
     evolve: float = 0.0,
     teacher: float | None = None,
+    smoothing: float = 0.0,
     **rule: str | float,
 ) -> dict[str, list[float]]:
     """Test errors in percent, one for each seed."""
@@ -149,6 +156,8 @@ def run(
         targets = train_y.gather(1, index).flatten()
         logits = network(batch, "sampled" if sharing else "off")
         done, options = step / STEPS, {"beta": beta, "overlap": overlap, "labels": labels} | rule
+        if smoothing:
+            options["task"] = partial(F.cross_entropy, reduction="none", label_smoothing=smoothing)
         if done < warm_start:
             options = {"overlap": M}
         elif teacher is not None:

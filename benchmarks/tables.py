@@ -42,6 +42,7 @@ DECAY = {"optimizer": "adamw", "weight_decay": 0.1}
 SETTINGS: dict[str, list[dict[str, Any]]] = {  # the defaults first
     "CMCL": [{}, {"overlap": 1}, {"hidden": 64}, DECAY],
     "CMCL, auto": [{"overlap": "auto"}],
+    "CMCL, relaxed": [{"rule": "relaxed"}],
     "CMCL, annealed": [{"rule": "annealed"}],
     "IE": [{}, {"lr": 3e-3}, {"hidden": 64}, DECAY],
     "MLP": [{}, {"learning_rate_init": 3e-3}, {"hidden_layer_sizes": [256, 256]}, {"alpha": 1e-2}],
