@@ -59,15 +59,27 @@ def go(tmp_path):
     return start
 
 
+@pytest.fixture
+def missing(tmp_path):
+    """The jobs of such a campaign."""
+
+    def jobs(*cells, seeds=(0,)):
+        return plan(
+            cells, seeds=seeds, results=tmp_path / "results", runs=tmp_path / "runs", options=OPTIONS
+        )
+
+    return jobs
+
+
 def names(report):
     return [record.name for record in report.records]
 
 
-def test_what_is_done_is_not_done_again(go, tmp_path):
+def test_what_is_done_is_not_done_again(go, missing, tmp_path):
     assert names(go(IE, MCL)) == ["tiny-ie", "tiny-mcl"]
     again = go(IE, MCL)
     assert again.jobs == again.records == []
-    assert [job.seed for job in go(IE, seeds=(0, 1, 2), dry_run=True).jobs] == [1, 2]
+    assert [job.seed for job in missing(IE, seeds=(0, 1, 2))] == [1, 2]
     assert {
         r["id"]: r["ours"]["top1"]["n"] for r in summarise([IE, MCL], load_records(tmp_path / "results"))
     } == {
@@ -76,8 +88,8 @@ def test_what_is_done_is_not_done_again(go, tmp_path):
     }
 
 
-def test_the_first_seed_of_everything_then_the_others(go):
-    jobs = go(IE, MCL, seeds=(0, 1, 2), dry_run=True).jobs
+def test_the_first_seed_of_everything_then_the_others(missing):
+    jobs = missing(IE, MCL, seeds=(0, 1, 2))
     assert [(job.name, job.seed) for job in jobs] == [
         *(("tiny-ie", 0), ("tiny-mcl", 0)),
         *(("tiny-ie", 1), ("tiny-ie", 2), ("tiny-mcl", 1), ("tiny-mcl", 2)),
@@ -149,10 +161,10 @@ def test_partial_records_do_not_count(go, tmp_path):
     assert names(go(IE, MCL)) == ["tiny-ie", "tiny-mcl"]
 
 
-def test_a_dry_run_only_plans(go, tmp_path):
-    report = go(IE, dry_run=True)
-    assert [job.cells for job in report.jobs] == [("test/tiny-ie",)]
-    assert report.jobs[0].seconds is None, "no record of this network on this device"
+def test_a_plan_writes_nothing(missing, tmp_path):
+    (job,) = missing(IE)
+    assert job.cells == ("test/tiny-ie",)
+    assert job.seconds is None, "no record of this network on this device"
     assert not (tmp_path / "runs").exists()
 
 
@@ -164,12 +176,12 @@ def test_nothing_starts_that_cannot_be_expected_to_end(go, monkeypatch):
     assert report.left == {"tiny-long seed 0": "no time left"}
 
 
-def test_what_is_late_saves_itself_and_goes_on(go):
+def test_what_is_late_saves_itself_and_goes_on(go, missing):
     report = go(LONG, MCL, budget_seconds=0.2, unfinished=True)  # more than planning takes, less than LONG
     assert report.records == []
     assert list(report.left) == ["tiny-long seed 0"]
     assert report.progressed
-    (job, _) = go(LONG, MCL, dry_run=True).jobs
+    (job, _) = missing(LONG, MCL)
     assert 0 < job.done < 1
     assert names(go(LONG)) == ["tiny-long"]
     assert go(LONG).jobs == []
@@ -299,12 +311,12 @@ def test_expected_seconds_come_from_records_of_the_same_device():
     assert expected_seconds(ie, [record, slow], "H200") == pytest.approx(320.0)
 
 
-def test_an_interrupted_run_counts_by_its_remaining_steps(go, tmp_path):
+def test_an_interrupted_run_counts_by_its_remaining_steps(go, missing, tmp_path):
     (record,) = go(IE).records
     folder = run_folder(tmp_path / "runs", "tiny-long", TINIES["tiny-long"], 0) / "checkpoints"
     folder.mkdir(parents=True)
     (folder / "step-00000150-0123456789ab.safetensors").write_bytes(b"")
-    (job,) = go(LONG, dry_run=True).jobs
+    (job,) = missing(LONG)
     assert (job.done, job.device) == (0.25, environment.current(OPTIONS)["device"])
     assert job.seconds == pytest.approx(record.seconds / 3 * 450, rel=1e-6)
 

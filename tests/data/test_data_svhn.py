@@ -72,6 +72,7 @@ def matrix(dims, values, size=None, name=b"X"):
     [
         (b"", "no array"),
         (element(14, b"", 1 << 31), "an element of 2,147,483,648 bytes"),
+        (element(1, b"", 8), "an element of 8 bytes"),  # the file ends where it should begin
         (element(14, matrix((32, 32, 3, 1), bytes(8), size=4_000_000_000)), "a part of 4,000,000,000 bytes"),
         (element(14, matrix((32, 32, 3, 1), bytes(8))), "cannot reshape"),
         (element(14, matrix((-2, -4, 1), bytes(8))), r"shape \[-2, -4, 1\]"),

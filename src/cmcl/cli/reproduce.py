@@ -76,7 +76,7 @@ def reproduce(
             device,
             precision,
             here=launcher is None,
-            quiet=quiet or dry_run,
+            quiet=quiet,
             evaluate_every=evaluate_every,
             checkpoint_seconds=save_every,
         )
@@ -89,21 +89,22 @@ def reproduce(
             "options": options,
         }
         seconds = None if budget is None else parse_budget(budget)
-        if not dry_run and plan(wanted, **how):  # where nothing is missing, nothing is written
+        missing = plan(wanted, **how)
+        if dry_run:
+            _print_plan(missing, as_json)
+            return
+        if missing:  # otherwise nothing is written
             common.check_writable(out, "--out", folder=True)
             common.check_writable(results, "--results", folder=True)
         how |= {"budget_seconds": seconds, "unfinished": unfinished}
         how["say"] = (lambda line: None) if as_json else common.say
-        if launcher is None or dry_run:
-            report = campaign(wanted, **how, dry_run=dry_run)
+        if launcher is None:
+            report = campaign(wanted, **how)
         else:
             with needing_extra("slurm", "submitit"):
                 from ..reproduction.launch import launch
             settings = common.parse_pairs(slurm, "--slurm")
             report = launch(wanted, **how, launcher=launcher, parallel=jobs, settings=settings)
-    if dry_run:
-        _print_plan(report.jobs, as_json)
-        return
     choices = {name: _choice(several, results, search) for name, several in searched.items()}
     if as_json:
         done = [record.file_name for record in report.records]

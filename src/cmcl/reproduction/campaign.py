@@ -85,11 +85,9 @@ def campaign(
     results: str | Path,
     runs: str | Path,
     root: str | Path | None = None,
-    cache: str | Path | None = None,
     budget_seconds: float | None = None,
     shard: tuple[int, int] = (1, 1),
     unfinished: bool = False,
-    dry_run: bool = False,
     options: Options | None = None,
     say: Callable[[str], Any] = lambda line: None,
 ) -> Report:
@@ -101,11 +99,9 @@ def campaign(
         results: folder whose records/ is read and written.
         runs: folder of run folders.
         root: folder of the datasets.
-        cache: folder for preprocessed data.
         budget_seconds: start nothing that is expected to take longer; a run that is late saves itself.
         shard: (i, n): the i-th of n parts, 1 to n, for n machines.
         unfinished: also start runs that will not end in time, to resume them in the next campaign.
-        dry_run: only plan.
         options: how the runs are carried out.
         say: called with a line of text for each run.
     """
@@ -115,7 +111,7 @@ def campaign(
         plan(cells, seeds=seeds, results=results, runs=runs, root=root, shard=shard, options=options)
     )
     sets, loaded = None, None  # the data of the last run: the next one often has the same
-    for job in [] if dry_run else report.jobs:
+    for job in report.jobs:
         own = [cell for cell in cells if cell.name == job.name]
         if job.seed in _seeds_done(own, load_records(results), root):  # another process trained it meanwhile
             say(f"{job.label}: has its record by now")
@@ -128,7 +124,7 @@ def campaign(
         recipe, how = find(job.name), ending_at(end, options)
         try:
             if loaded != (wanted := (recipe.data, recipe.preprocess, recipe.subset, recipe.validation)):
-                sets, loaded = load_data(recipe, root=root, cache=cache), wanted
+                sets, loaded = load_data(recipe, root=root), wanted
             (record,) = run(job.name, (job.seed,), out=runs, results=results, sets=sets, options=how)
         except Interrupted as stop:
             report.progressed = True

@@ -62,7 +62,6 @@ def run(
     name: str | None = None,
     results: str | Path | None = None,
     root: str | Path | None = None,
-    cache: str | Path | None = None,
     options: Options | None = None,
     steps: int | None = None,
     test_limit: int | None = None,
@@ -78,7 +77,6 @@ def run(
         name: for records of a recipe that is given as such.
         results: folder whose records/ gets the records; they are in the run folders in any case.
         root: folder of the datasets.
-        cache: folder for preprocessed data.
         options: how the runs are carried out.
         steps: shorten the runs to this number of steps, to try them out. Such a record fills no cell.
         test_limit: evaluate on this number of test examples only. Such a record fills no cell.
@@ -93,7 +91,7 @@ def run(
     options = options or Options()
     end = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     environment.current(options)  # raises before the data are loaded
-    sets = sets or load_data(recipe, root=root, cache=cache)
+    sets = sets or load_data(recipe, root=root)
     records = []
     for seed in seeds:
         folder = run_folder(out, name, recipe, seed)
