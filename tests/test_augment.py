@@ -2,7 +2,7 @@
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from itertools import pairwise
 
 import pytest
@@ -32,6 +32,13 @@ MODERN = replace(
 
 def images(n=6, side=8, seed=0):
     return torch.randn(n, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def test_settings_are_named_and_stay_as_they_are():
+    with pytest.raises((TypeError, ValueError)):
+        Augment(True)
+    with pytest.raises(FrozenInstanceError):
+        Augment(flip=True).flip = False
 
 
 class TestFlip:

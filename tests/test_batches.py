@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from cmcl.training.batches import Loaded, Resident, epoch_seed, permutation
+from cmcl.data import from_arrays
+from cmcl.training.batches import Loaded, Resident, epoch_seed, permutation, subset, tensors
 
 CPU = torch.device("cpu")
 
@@ -150,6 +151,28 @@ class TestLoaded:
         assert same(draw(make(1), 4), whole)
         assert same(draw(make(1), 4, 9), whole[1:])
         assert not same(draw(make(1), 5), whole)
+
+    def test_one_batch_less_than_its_length_says(self):
+        class Short(IterableDataset):
+            def __len__(self):
+                return 12
+
+            def __iter__(self):
+                return ((torch.zeros(1), i) for i in range(8))
+
+        source = Loaded(DataLoader(Short(), 4), 0, CPU, lambda x: x)
+        with pytest.raises(ValueError, match="as many batches as its length says, 3. Got fewer"):
+            draw(source, 0)
+
+
+def test_a_subset_has_examples_of_every_class():
+    dataset = from_arrays(torch.zeros(12, 1, 2, 2, dtype=torch.uint8), torch.arange(12) % 3)
+    assert subset(dataset, 6).targets.bincount().tolist() == [2, 2, 2]
+    assert subset(dataset, 12) is subset(dataset, None) is dataset
+    pair = tensors(dataset)
+    assert subset(pair, 12) is pair
+    with pytest.raises(TypeError, match=r"a Dataset for recipe.subset. Got tuple"):
+        subset(pair, 6)
 
 
 def test_orders_stay_the_same_from_version_to_version():

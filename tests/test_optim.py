@@ -113,6 +113,22 @@ def test_without_decay_there_is_one_group_in_the_same_order():
     assert list(map(id, plain.state)) == list(map(id, with_decay.state))
 
 
+@pytest.mark.parametrize(
+    ("changes", "moments"),
+    [
+        (dict(momentum=0.9), {"momentum_buffer"}),
+        (dict(momentum=0.0), set()),
+        (dict(optimizer="adam"), {"step", "exp_avg", "exp_avg_sq"}),
+    ],
+)
+def test_the_moments_are_there_before_the_first_step(changes, moments):
+    ensemble = Ensemble(lambda: nn.Linear(4, 4), 2)
+    optimizer = make_optimizer(ensemble, Recipe(members=2, steps=1, **changes))
+    for p in ensemble.parameters():
+        assert optimizer.state[p].keys() == moments
+        assert not any(moment.any() for moment in optimizer.state[p].values())
+
+
 class TestWeightAverage:
     def networks(self):
         ensemble = Ensemble(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), 2)

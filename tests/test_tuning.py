@@ -38,6 +38,7 @@ def test_shortening_keeps_the_schedule_in_proportion():
     for step in (0, 99, 100, 149, 150, 299):
         assert short.lr_at(step, 300) == recipe.lr_at(3 * step, 900)
     assert recipe.shortened(1) is recipe
+    assert replace(BASE, epochs=6).shortened(1 / 3).epochs == 2
     assert replace(recipe, decay=0.5, decay_steps=9).shortened(1 / 3).decay_steps == 3
     assert replace(recipe, steps=2, milestones=()).shortened(1 / 9).steps == 1
 
