@@ -64,9 +64,7 @@ def missing(tmp_path):
     """The jobs of such a campaign."""
 
     def jobs(*cells, seeds=(0,)):
-        return plan(
-            cells, seeds=seeds, results=tmp_path / "results", runs=tmp_path / "runs", options=OPTIONS
-        )
+        return plan(cells, seeds=seeds, results=tmp_path / "results", runs=tmp_path / "runs", options=OPTIONS)
 
     return jobs
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cmcl.reproduction import CELLS, RECIPES, TARGETS, Cell, find, grid
-from cmcl.reproduction.cells import choose, fills, known_checksums, select, summarise
+from cmcl.reproduction.cells import choose, fills, known_checksums, search, select, summarise
 from cmcl.training import Recipe
 from report_samples import changed, made_record
 
@@ -200,16 +200,27 @@ def test_summary():
 
 
 def test_choose():
-    def one(name, top1, held_out):
-        validation = None if held_out is None else {"top1": held_out, "picked": 1.0, "oracle": 1.0}
-        return changed(made_record(IE, top1=top1, validation=validation), name=name)
+    name = "cifar10-cnn-cmcl"
+    cells = search(select([f"table1/{name}"]))[name][:2]
+    (a, _), (b, recipe) = ((cell.name, cell.recipe) for cell in cells)
 
-    found = [one("a", 5.0, 8.0), one("a", 5.0, 9.0), one("b", 6.0, 7.0), one("c", 1.0, None)]
-    assert choose(found)["name"] == "b"
-    assert choose(found)["top1"] == {"mean": 7.0, "std": None, "n": 1}
-    on_test = choose(found, on="test")
-    assert (on_test["name"], on_test["chosen_on"]) == ("c", "test")
-    with pytest.raises(ValueError, match="Got none"):
-        choose([])
-    with pytest.raises(ValueError, match="'validation' or 'test'. Got 'train'"):
-        choose(found, on="train")
+    def one(name, top1, held_out, **changes):
+        validation = {"top1": held_out, "picked": 1.0, "oracle": 1.0}
+        return changed(made_record(name, top1=top1, validation=validation), **changes)
+
+    found = [one(a, 5.0, 8.0), one(a, 5.0, 9.0), one(b, 6.0, 7.0), one(b, 0.0, 0.0, full_length=False)]
+    top1 = {"mean": 7.0, "std": None, "n": 1}
+    best = {
+        "beta": recipe.beta,
+        "overlap": recipe.overlap,
+        "name": b,
+        "chosen_on": "validation",
+        "top1": top1,
+    }
+    assert choose(cells, [*found, one(b, 0.0, 0.0, recipe_hash="another")]) == best
+    on_test = choose(cells, found, on_test=True)
+    assert (on_test["name"], on_test["chosen_on"]) == (a, "test")
+    assert choose(cells, found[:2]) is None, "not finished"
+    without = [changed(record, validation=None) for record in found]
+    assert choose(cells, without) is None
+    assert choose(cells, without, on_test=True) == on_test

@@ -8,7 +8,7 @@ import torch
 import cmcl
 from cmcl.data.transforms import MeanStd
 from cmcl.reproduction import Cell, environment
-from cmcl.reproduction.cells import choose, summarise
+from cmcl.reproduction.cells import summarise
 from cmcl.reproduction.evaluate import predictions
 from cmcl.reproduction.gallery import Gallery
 from cmcl.reproduction.recipes import DIGITS, RECIPES
@@ -98,7 +98,6 @@ def test_held_out_errors_are_kept(tmp_path):
     recipe = changed(TINY, validation=0.1)
     (record,) = run(recipe, out=tmp_path, name="tiny-search", options=OPTIONS)
     assert set(record.validation) == {"top1", "oracle", "picked"}
-    assert choose([record])["chosen_on"] == "validation"
 
 
 def test_one_split_for_whitening_training_and_choosing(tmp_path, monkeypatch):

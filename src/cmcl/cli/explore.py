@@ -57,18 +57,29 @@ def demo(
 ) -> None:
     """Compare one network, IE, MCL and CMCL in about a minute.
 
-    Needs no download. Writes a report page into the folder.
+    Needs no download. Writes a report page into the folder. Runs that it holds are not trained again.
     """
+    from ..training import Options
+
     common.check_writable(out, "--out", folder=True)
-    live = sys.stderr.isatty() and not quiet
+    seed = common.seed_range(seed)[0]
+    options = Options(device="cpu", quiet=quiet or not sys.stderr.isatty(), evaluate_every=3)
+
+    def progress(line: str) -> None:
+        if not quiet:
+            common.say(line, err=True)
+
+    found: dict[str, Any] = {}
     with common.stoppable():
-        found = run_demo(
-            out,
-            segmentation=segmentation,
-            seed=common.seed_range(seed)[0],
-            quiet=not live,
-            progress=(lambda line: None) if quiet else lambda line: common.say(line, err=True),
-        )
+        with one_thread():
+            for i, (method, title) in enumerate(METHODS.items(), 1):
+                name = f"{'shapes-160' if segmentation else 'digits-300'}-{method}"
+                progress(f"{i}/{len(METHODS)} {title} ({name})")
+                started = time.perf_counter()
+                found[method] = scores(train_and_calibrate(name, seed, out, options))
+                seconds = time.perf_counter() - started
+                progress(f"    top-1 error {found[method]['top1']:.1f} %, {seconds:.0f} s")
+        found["report"] = _write_report(out)
     if as_json:
         common.print_json(found)
         return
@@ -81,28 +92,6 @@ def demo(
     common.say(f"One seed on few test images is noisy: {MORE_SEEDS[segmentation]}.\n{ECE}")
     if found["report"] is not None:
         typer.echo(f"\nReport: {found['report']}")
-
-
-def run_demo(
-    out: Path, *, segmentation: bool, seed: int, quiet: bool, progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """Train the four methods and write the report page.
-
-    Returns `top1`, `oracle`, `ece` and `scaled_ece` in percent for each method, and `report`, the path of the
-    page or None. Runs that `out` already holds are not trained again.
-    """
-    from ..training import Options
-
-    found: dict[str, Any] = {}
-    options = Options(device="cpu", quiet=quiet, evaluate_every=3)
-    with one_thread():
-        for i, (method, title) in enumerate(METHODS.items(), 1):
-            name = f"{'shapes-160' if segmentation else 'digits-300'}-{method}"
-            progress(f"{i}/{len(METHODS)} {title} ({name})")
-            started = time.perf_counter()
-            found[method] = scores(train_and_calibrate(name, seed, out, options))
-            progress(f"    top-1 error {found[method]['top1']:.1f} %, {time.perf_counter() - started:.0f} s")
-    return found | {"report": _write_report(out)}
 
 
 def train_and_calibrate(name: str, seed: int, out: Path, options: "Options") -> "Record":

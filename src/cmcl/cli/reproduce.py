@@ -60,6 +60,9 @@ def reproduce(
     """
     if not what and not status:
         raise ValueError(f"name what to reproduce: {WHAT}. Got nothing.")
+    from ..reproduction.cells import choose
+    from ..reproduction.record import load_records
+
     chosen, shard = _cells(what or ["all"]), _part(part)
     if status:
         _status(chosen, results, as_json)
@@ -105,7 +108,8 @@ def reproduce(
                 from ..reproduction.launch import launch
             settings = common.parse_pairs(slurm, "--slurm")
             report = launch(wanted, **how, launcher=launcher, parallel=jobs, settings=settings)
-    choices = {name: _choice(several, results, search) for name, several in searched.items()}
+    records, on_test = load_records(results) if search else [], search == "test"
+    choices = {name: choose(several, records, on_test=on_test) for name, several in searched.items()}
     if as_json:
         done = [record.file_name for record in report.records]
         common.print_json({"done": done, "left": report.left} | ({"chosen": choices} if search else {}))
@@ -219,21 +223,6 @@ def _search(cells: "Sequence[Cell]", how: str | None) -> "dict[str, list[Cell]]"
     if not found:
         raise ValueError("--search must have a CMCL recipe to search. Got none in these cells. Try table3.")
     return found
-
-
-def _choice(cells: "Sequence[Cell]", results: Path, how: str | None) -> dict[str, Any] | None:
-    """The best of a search, once all of it has records."""
-    from ..reproduction.cells import choose
-    from ..reproduction.record import load_records
-
-    hashes = {cell.name: cell.recipe.hash for cell in cells}
-    records = [r for r in load_records(results) if hashes.get(r.name) == r.recipe_hash and r.complete]
-    if {record.name for record in records} != set(hashes):
-        return None
-    choice = choose(records, on="test" if how == "test" else "validation")
-    return {key: choice["recipe"][key] for key in ("beta", "overlap")} | {
-        key: choice[key] for key in ("name", "chosen_on", "top1")
-    }
 
 
 def _describe_choice(name: str, choice: dict[str, Any] | None) -> str:

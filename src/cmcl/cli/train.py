@@ -398,6 +398,7 @@ def tune(
     command resumes an interrupted search; with one --storage and --out, several of them share it.
     """
     from .. import report
+    from ..reproduction.recipes import find
 
     with needing_extra("tune", "optuna"):
         from ..reproduction.tuning import tune as search
@@ -407,7 +408,9 @@ def tune(
         raise ValueError(
             f"--set must name a field that is not searched. Got {searched[0]}. Use {SEARCHED[searched[0]]}."
         )
-    name, changed = _searched_recipe(recipe, changes)
+    base = replace(find(recipe), overlap=1)  # the recipe's own K may be more than the members of --set
+    changed = change(base, changes)
+    name = changed_name(recipe, base, changed)
     if plot is not None:
         figures = report.extra("figures")
         figures.check_file(plot)
@@ -452,14 +455,6 @@ def _numbers(text: str | None, kind: type, option: str) -> list[Any] | None:
         return None if text is None else [kind(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} must be numbers with commas, such as 0.5,0.75. Got {text!r}.") from None
-
-
-def _searched_recipe(name: str, changes: Mapping[str, Any]) -> "tuple[str, Recipe]":
-    from ..reproduction.recipes import find
-
-    base = replace(find(name), overlap=1)  # the recipe's own K may be more than the members of --set
-    changed = change(base, changes)
-    return changed_name(name, base, changed), changed
 
 
 def _candidates(result: dict[str, Any]) -> list[list[Any]]:

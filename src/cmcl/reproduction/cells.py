@@ -151,21 +151,29 @@ def summarise(cells: Sequence[Cell], records: Sequence[Record]) -> list[dict[str
     return rows
 
 
-def choose(records: Iterable[Record], *, on: str = "validation") -> dict[str, Any]:
-    """The recipe with the lowest mean top-1 error on held-out data, or with on="test" on the test set."""
-    if on not in {"validation", "test"}:
-        raise ValueError(f"on must be 'validation' or 'test'. Got {on!r}.")
-    errors: dict[str, list[float]] = {}
-    recipes: dict[str, Mapping[str, Any]] = {}
+def choose(
+    cells: Sequence[Cell], records: Sequence[Record], *, on_test: bool = False
+) -> dict[str, Any] | None:
+    """The cell of a search with the lowest mean top-1 error on held-out data, or on the test set.
+
+    None until every cell has a complete record.
+    """
+    errors: dict[str, list[float]] = {cell.name: [] for cell in cells}
+    hashes = {cell.name: cell.recipe.hash for cell in cells}
     for record in records:
-        found = record.validation if on == "validation" else record.errors["expected"]
-        if record.complete and found is not None:
-            errors.setdefault(record.name, []).append(found["top1"])
-            recipes[record.name] = record.recipe
-    if not errors:
-        raise ValueError(f"records must hold a complete one with errors on {on}. Got none. Run `grid` first.")
-    best = min(errors, key=lambda name: (fmean(errors[name]), name))
-    return {"name": best, "recipe": recipes[best], "chosen_on": on, "top1": spread(errors[best])}
+        found = record.errors["expected"] if on_test else record.validation
+        if hashes.get(record.name) == record.recipe_hash and record.complete and found is not None:
+            errors[record.name].append(found["top1"])
+    if not all(errors.values()):
+        return None
+    best = min(cells, key=lambda cell: (fmean(errors[cell.name]), cell.name))
+    return {
+        "beta": best.recipe.beta,
+        "overlap": best.recipe.overlap,
+        "name": best.name,
+        "chosen_on": "test" if on_test else "validation",
+        "top1": spread(errors[best.name]),
+    }
 
 
 def _cells() -> Iterator[Cell]:
