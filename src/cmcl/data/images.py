@@ -267,7 +267,7 @@ def _foreground_by_colour(mask: Image.Image, path: Path) -> NDArray[np.bool_] | 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    with open_binary(path, hint="Put it there, or remove its partner.") as file:
+    with open_binary(path, hint="Put it there, or remove what names it.") as file:
         if not path.stat().st_size:
             raise ValueError(f"{path} is empty")
         try:
