@@ -69,9 +69,8 @@ def test_every_page_is_in_the_navigation():
     assert set(listed) == {*map(name, PAGES), *mirrored}
 
 
-SLOW = tuple(
-    f"tutorials/{name}.md" for name in ("images", "text", "fine-tuning", "segmentation")
-)  # they train several seeds
+SLOW = [f"tutorials/{name}.md" for name in ("images", "text", "fine-tuning", "segmentation", "several-gpus")]
+SLOW += ["README.md", "guides/training.md"]  # they train several seeds, or in several processes
 
 
 @pytest.mark.parametrize(
