@@ -338,6 +338,10 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"at most 5 places for members\. Got members=6"):
             self.plan(mesh="members=6")
 
+    def test_a_place_for_every_member(self, monkeypatch):
+        monkeypatch.setattr(preflight, "launched", lambda: 5)
+        assert self.plan(mesh="members=5").mesh == Shape(5, 1)
+
     def test_a_batch_with_too_few_examples(self):
         last = DataLoader(TensorDataset(*mesh_cases.data(50)), 12)  # the last batch has 2
         with pytest.raises(ValueError, match=r"at most 2 places along data.*drop_last"):

@@ -268,6 +268,42 @@ def test_a_loss_that_is_nan_leaves_weights_statistics_and_moments(optimizer):
     assert state.monitor.diverged.tolist() == [3, 3, 3]
 
 
+def test_buffers_that_a_broken_step_replaced_stay_as_they_are():
+    """A buffer that the step made, or gave another shape or type, has no earlier value of its kind."""
+    now = {
+        "kept": torch.ones(2),
+        "longer": torch.ones(3),
+        "double": torch.ones(2).double(),
+        "new": torch.ones(1),
+    }
+    before = {"kept": torch.zeros(2), "longer": torch.zeros(2), "double": torch.zeros(2)}
+    restore = engine_step._restore
+    restore(torch.tensor(0.0), now, before)
+    assert all(buffer.all() for buffer in now.values())
+    restore(torch.tensor(1.0), now, before)
+    assert {name: buffer.tolist() for name, buffer in now.items()} == {
+        "kept": [0, 0],
+        "longer": [1, 1, 1],
+        "double": [1, 1],
+        "new": [1],
+    }
+
+
+def test_pieces_that_are_the_network_in_eval_mode_only():
+    """The check before training is in eval mode, so the first step checks again."""
+
+    class Doubled(Small):
+        def forward(self, x):
+            h = self.stem(x)
+            return self.trunk(2 * h if self.training and isinstance(h, torch.Tensor) else h)
+
+    ensemble = Ensemble(partial(Doubled, drop=0.0), 3, share_after="stem")
+    ensemble.eval()(data()[0][:2])
+    step, _ = make(ensemble, RECIPE)
+    with pytest.raises(ValueError, match="in two pieces its outputs are others"):
+        step()
+
+
 class TestRunner:
     def test_in_turn_without_streams(self):
         assert Runner()([partial(pow, 2, k) for k in (1, 2, 3)]) == [2, 4, 8]

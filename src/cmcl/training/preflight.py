@@ -112,9 +112,8 @@ def preflight(
     logits = probe("train", ensemble, inputs)  # (M, 2, C, ...)
     if hint := _checks.normalised(logits):
         warn(hint)
-    classes, dense = logits.shape[2], logits.ndim > 3
-    of_pixels = dense and (task is None or targets.shape[1:] == logits.shape[3:])
-    not_counted = resolved(ignore_index, targets, classes, dense=of_pixels)
+    classes, of_pixels = logits.shape[2], task is None or targets.shape[1:] == logits.shape[3:]
+    not_counted = resolved(ignore_index, targets, classes, of_pixels=of_pixels)
     check_targets = partial(_check_targets, None if task else classes, not_counted)
     with _checks.blindly():  # types and shapes; `check_targets` checks the values
         two = targets[:2] if task else torch.zeros_like(targets[:2])
@@ -245,10 +244,15 @@ def inputs_of(transform: Transform | None, images: Tensor) -> Tensor:
     return transform.transform(images) if transform is not None and _are_raw_images(images) else images
 
 
-def resolved(ignore_index: int | str | None, targets: Tensor, classes: int, *, dense: bool) -> int | None:
-    """The target that is not counted; "auto": 255 of pixels, where it cannot be a class."""
+def resolved(
+    ignore_index: int | str | None, targets: Tensor, classes: int, *, of_pixels: bool = True
+) -> int | None:
+    """The target that is not counted; "auto": 255 of pixels, where it cannot be a class.
+
+    `of_pixels=False`: a task reads targets of more dimensions in its own way.
+    """
     if ignore_index == AUTO:
-        return default_ignore_index(targets, classes) if dense else None
+        return default_ignore_index(targets, classes) if of_pixels else None
     if isinstance(ignore_index, str):
         raise ValueError(f"ignore_index must be a number, {AUTO!r} or None. Got {ignore_index!r}.")
     _checks.ignorable(ignore_index, targets)
@@ -502,7 +506,7 @@ def check_scored(
     targets = targets.cpu()
     logits = probe(name, ensemble, inputs_of(transform or ensemble.transform, images[:2])).cpu()
     try:
-        ignore = resolved(ignore_index, targets, logits.shape[2], dense=targets.ndim > 1)
+        ignore = resolved(ignore_index, targets, logits.shape[2])
         counted = not_ignored(targets, ignore).reshape(len(targets), -1).any(1).nonzero().flatten()[:2]
         if len(counted) or not isinstance(data, DataLoader):  # its later batches may count
             two = targets[counted] if len(counted) else targets[:1]

@@ -95,7 +95,7 @@ def _predictions(
     batches = islice(_batches(as_data("data", data, ensemble), batch_size), mesh.rank, None, mesh.size)
     for images, targets in batches:
         probs = ensemble.member_probs(inputs_of(ensemble.transform, images), flip=flip)
-        ignore = resolved(ignore_index, targets, probs.shape[2], dense=targets.ndim > 1)
+        ignore = resolved(ignore_index, targets, probs.shape[2])
         yield probs.cpu(), targets.cpu(), ignore
 
 
