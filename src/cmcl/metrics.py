@@ -356,9 +356,6 @@ def voronoi_nll(
             f"(examples, values). Got {tuple(hypotheses.shape)}, {tuple(scores.shape)} and "
             f"{tuple(targets.shape)}."
         )
-    if not 0 < bandwidth < math.inf:
-        raise ValueError(f"bandwidth must be a number above 0. Got {bandwidth}.")
-    _checks.positive("samples", samples)
     _, n, d = hypotheses.shape
     everyone = torch.arange(n, device=targets.device)
     nearest = (hypotheses - targets).norm(dim=2).argmin(0)  # (N,)
