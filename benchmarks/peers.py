@@ -37,7 +37,7 @@ from torch.func import functional_call, stack_module_state
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import cmcl
-from cmcl.ensemble import prediction
+from cmcl.ensemble import prediction, probabilities
 from cmcl.stacking import pays
 
 Step = Callable[[], object]
@@ -248,7 +248,7 @@ def predictors(work: Work, examples: int) -> dict[str, Callable[[], float]]:
         peer.estimators_ = networks
         probs["Ensemble-PyTorch"] = lambda: peer(x)
     if work.name == "mlp":
-        probs["by hand, entropies as well"] = lambda: prediction(by_hand())
+        probs["by hand, entropies as well"] = lambda: prediction(probabilities(by_hand()))
     probs["Ensemble.predict"] = lambda: ensemble.predict(x)
     steps = max(10, 20_000 // examples)
     return {name: partial(torch.no_grad()(per_step), step, steps) for name, step in probs.items()}

@@ -204,3 +204,12 @@ def test_fine_tuning(here, monkeypatch, capsys):
     rows = json.loads(Path("scores.json").read_text())["methods"]
     assert {name: len(own) for name, own in rows.items()} == dict.fromkeys(example.SETTINGS, 2)
     assert all(row["oracle"] <= row["top1"] <= 100 for own in rows.values() for row in own)
+
+
+def test_the_predictions_that_a_benchmark_measures(monkeypatch):
+    """benchmarks/peers.py --predict"""
+    monkeypatch.syspath_prepend(str(EXAMPLES.parent / "benchmarks"))
+    peers = import_module("peers")
+    measured = peers.predictors(peers.Work("mlp", 2, "cpu"), 2000)
+    assert measured.keys() >= {"plain loop", "by hand, entropies as well", "Ensemble.predict"}
+    assert all(seconds() > 0 for seconds in measured.values())
