@@ -9,6 +9,7 @@ test_checkpoint.
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -235,9 +236,10 @@ def main():
         for case, mesh in (("ema", "members=2,data=1"), ("augmented", "members=1,data=2")):
             rows.append(meshes(folder / f"mesh-{case}", case, mesh, options.processes))
         rows.append(launched(folder / "launched", options.tasks))
+    where = f"TMPDIR={os.environ['TMPDIR']} " if "TMPDIR" in os.environ else ""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     about = {
-        "command": " ".join(["PYTHONPATH=src python benchmarks/faults.py", *sys.argv[1:]]),
+        "command": " ".join([f"{where}PYTHONPATH=src python benchmarks/faults.py", *sys.argv[1:]]),
         "torch": torch.__version__,
         "device": "CPU",
         "seconds": round(time.monotonic() - began),

@@ -743,10 +743,10 @@ def shared_gpu() -> str:
     """Whether the recorded tests on a GPU include processes that share it."""
     _, machine, *lines = (RESULTS / "gpu-tests.txt").read_text().splitlines()
     passed = sum(line.startswith("PASSED tests/test_mesh.py::TestOnOneGPU") for line in lines)
-    where = "the tests recorded in [results/gpu-tests.txt](../../results/gpu-tests.txt)"
+    where = "recorded in [results/gpu-tests.txt](../../results/gpu-tests.txt)"
     if not passed:
-        return f"So far this has no place among {where}. `pytest -m cuda tests/test_mesh.py` runs it."
-    return f"On one {machine.partition(',')[0]}, {passed} such tests passed; they are among {where}."
+        return f"None of them is {where} so far. `pytest -m cuda tests/test_mesh.py` runs them."
+    return f"On one {machine.partition(',')[0]}, {passed} of them passed, {where}."
 
 
 def table_of(file: str, start: str) -> Callable[[], str]:
