@@ -473,6 +473,22 @@ def test_no_worker_outlives_the_run():
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    ("precision", "cpu", "cuda"),
+    [("auto", "float32", "bf16"), ("bf16", "bf16", "bf16"), ("float32", "float32", "float32")],
+)
+def test_precision(precision, cpu, cuda):
+    options = replace(QUIET, precision=precision)
+    assert (options.precision_on("cpu"), options.precision_on("cuda")) == (cpu, cuda)
+    ensemble, computed = apart(), set()
+    for layer in ensemble.members[0].modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda layer, _, y: computed.add(y.dtype) if layer.training else None)
+    fit(ensemble, data(), recipe=LINEAR, options=options)
+    assert computed == {torch.bfloat16 if cpu == "bf16" else torch.float32}
+    assert {p.dtype for p in ensemble.parameters()} == {torch.float32}
+
+
 def test_a_loader_that_ends_early_says_so():
     class Short(IterableDataset):
         def __len__(self):

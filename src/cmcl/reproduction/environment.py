@@ -25,11 +25,10 @@ HISTORY = "environment.jsonl"  # in a run folder: a line each time it is started
 def current(options: Options, mesh: str | None = None) -> dict[str, Any]:
     """The environment now, as fields of a record; `mesh` of the processes that train together, if several."""
     device = usable(find_device(options.device))
-    usual = "bf16" if device.type == "cuda" else "float32"
     return {
         "device": device_name(device),
         "mesh": mesh,
-        "precision": usual if options.precision == "auto" else options.precision,
+        "precision": options.precision_on(device.type),
         "versions": versions(),
         "commit": commit(),
     }

@@ -305,6 +305,11 @@ class Options:
     quiet: bool = False  # no progress on stderr
     tensorboard: bool = False  # write the telemetry for TensorBoard too
 
+    def precision_on(self, device_type: str) -> str:
+        """The precision of a run on a "cpu" or "cuda" device."""
+        usual = "bf16" if device_type == "cuda" else "float32"
+        return usual if self.precision == "auto" else self.precision
+
     @field_validator("device")
     @classmethod
     def _known_device(cls, name: str) -> str:

@@ -259,10 +259,13 @@ def _make_step(state: TrainState, batches: Batches, plan: Plan, epoch: int) -> S
         objective["temperature"] = state.temperature
     if epoch < recipe.warm_start:  # as an independent ensemble
         objective |= {"overlap": recipe.members, "labels": "exact", "rule": "hard"}
-    precision = options.precision if options.precision != "auto" else "bf16" if cuda else "float32"
     alone = state.mesh.size == 1  # the collectives of several processes are neither compiled nor captured
-    how: dict[str, Any] = {"objective": objective, "precision": precision, "augment": plan.augment}
-    how["compile"] = alone and use_compiler(options)
+    how: dict[str, Any] = {
+        "objective": objective,
+        "precision": options.precision_on(plan.device.type),
+        "augment": plan.augment,
+        "compile": alone and use_compiler(options),
+    }
     if not cuda or not alone or options.capture is False or not isinstance(batches, Resident):
         return Step(state, batches, **how)
     streams = options.members in ("auto", "streams") and _are_apart(state.ensemble, recipe)
