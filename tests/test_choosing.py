@@ -91,6 +91,22 @@ class TestHowItIsChosen:
             both = torch.cat([kept[0], held_out[0]])
             assert sorted(both.tolist()) == sorted(XOR[0].tolist())
 
+    @pytest.mark.parametrize("targets", [torch.arange(40).view(10, 2, 2), torch.arange(10.0)])
+    def test_targets_that_are_no_classes(self, targets):
+        """Of masks and of numbers, any fifth is held out."""
+        examples, sizes = (torch.arange(10.0).view(10, 1), targets), []
+
+        def score(recipe, kept, held_out):
+            sizes.append((len(kept[0]), len(held_out[0])))
+            both = [torch.cat(parts) for parts in zip(kept, held_out, strict=True)]
+            order = both[0].flatten().long()
+            assert sorted(order.tolist()) == list(range(10))
+            assert both[1].equal(targets[order])
+            return 0.0
+
+        overlap_errors(AUTO, examples, None, score)
+        assert sizes == [(8, 2)] * 2
+
     def test_the_held_out_part_of_the_recipe_is_used(self):
         train = data.from_arrays(torch.rand(40, 1, 4, 4), torch.arange(40) % 2)
         recipe = replace(AUTO, epochs=2, validation=0.25)
