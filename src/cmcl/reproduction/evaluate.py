@@ -161,27 +161,25 @@ class Entropies:
     """Histograms of figure 2: of each member by whether it specialises in the class, and of the average."""
 
     def __init__(self) -> None:
-        self._members: Tensor | None = None  # (M, C, BINS) by class; (M, 1, BINS) for segmentation
-        self._averaged = torch.zeros(BINS, dtype=torch.long)
-        self._ood: Tensor | None = None  # (M, 1, BINS)
-        self._averaged_ood = torch.zeros(BINS, dtype=torch.long)
-        self._classes, self._dense = 0, False
+        self._sums: dict[str, Tensor] = {}  # (M, BINS); of the average (BINS,); "classes": (M, C, BINS)
+        self._classes = 0
 
     def update(self, probs: Tensor, targets: Tensor | None) -> None:
         """Add predictions (M, N, C, ...); without targets they are out-of-distribution."""
-        own, average = metrics.entropy(probs), metrics.entropy(probs.mean(0), dim=1)[None]  # (M, N), (1, N)
         self._classes = probs.shape[2]
-        everyone = torch.zeros(probs.shape[1], dtype=torch.long)
+        own, average = metrics.entropy(probs), metrics.entropy(probs.mean(0), dim=1)[None]  # (M, N), (1, N)
         if targets is None:
-            self._ood = self._counts(own, everyone, 1) + (0 if self._ood is None else self._ood)
-            self._averaged_ood += self._counts(average, everyone, 1)[0, 0]
-            return
-        self._dense = targets.ndim > 1
-        groups = (everyone, 1) if self._dense else (targets.long(), self._classes)
-        self._members = self._counts(own, *groups) + (0 if self._members is None else self._members)
-        self._averaged += self._counts(average, everyone, 1)[0, 0]
+            found = {"ood": self._counts(own)[:, 0], "averaged_ood": self._counts(average)[0, 0]}
+        else:
+            found = {"averaged": self._counts(average)[0, 0]}
+            if targets.ndim > 1:
+                found["test"] = self._counts(own)[:, 0]
+            else:
+                found["classes"] = self._counts(own, targets.long(), self._classes)
+        for name, counts in found.items():
+            self._sums[name] = counts + self._sums.get(name, 0)
 
-    def _counts(self, values: Tensor, group: Tensor, groups: int) -> Tensor:
+    def _counts(self, values: Tensor, group: Tensor | int = 0, groups: int = 1) -> Tensor:
         """(rows, groups, BINS) of values (rows, N) and the group of each example (N,)."""
         bins = (values.double() / math.log(self._classes) * BINS).long().clamp(0, BINS - 1)
         place = (torch.arange(len(values))[:, None] * groups + group) * BINS + bins
@@ -190,14 +188,9 @@ class Entropies:
 
     def compute(self, specialised: Tensor) -> dict[str, Any]:
         """The histograms; `specialised` (M, C) says in which classes each member specialises."""
-        assert self._members is not None
-        found: dict[str, Any] = {"bins": BINS, "largest": round(math.log(self._classes), 6)}
-        if self._dense:
-            found["test"] = self._members[:, 0].tolist()
-        else:
-            found["specialised"] = (self._members * specialised[:, :, None]).sum(1).tolist()
-            found["other"] = (self._members * ~specialised[:, :, None]).sum(1).tolist()
-        found["averaged"] = self._averaged.tolist()
-        if self._ood is not None:
-            found |= {"ood": self._ood[:, 0].tolist(), "averaged_ood": self._averaged_ood.tolist()}
-        return found
+        sums = dict(self._sums)
+        if (by_class := sums.pop("classes", None)) is not None:
+            own = specialised[:, :, None]
+            sums |= {"specialised": (by_class * own).sum(1), "other": (by_class * ~own).sum(1)}
+        lists = {name: counts.tolist() for name, counts in sums.items()}
+        return {"bins": BINS, "largest": round(math.log(self._classes), 6), **lists}

@@ -92,16 +92,20 @@ def run(
     end = None if options.max_seconds is None else time.monotonic() + options.max_seconds
     environment.current(options)  # raises before the data are loaded
     sets = sets or load_data(recipe, root=root)
+    about = {"name": name, "full_length": steps is None, "full_test": True}
+    if test_limit is not None:
+        about["full_test"] = test_limit >= len(sets.test)
+        test, ood = sets.test[:test_limit], sets.ood and sets.ood[:test_limit]
+        sets = replace(sets, test=test, ood=ood, test_images=sets.test_images[:test_limit])
     records = []
     for seed in seeds:
         folder = run_folder(out, name, recipe, seed)
-        ensemble, trained = _train(recipe, seed, sets, folder, ending_at(end, options), test_limit)
+        ensemble, trained = _train(recipe, seed, sets, folder, ending_at(end, options))
         if rank():  # process 0 evaluates the ensemble of all
             continue
         if held_out is not None:
             ensemble.temperature = held_out_temperature(ensemble, held_out)
-        facts = {"name": name, "seed": seed, "full_length": steps is None}
-        record = _evaluate(ensemble, recipe, sets, folder, options, test_limit, facts | trained)
+        record = _evaluate(ensemble, recipe, sets, folder, options, about | {"seed": seed} | trained)
         if results is not None:
             record.save(Path(results) / "records" / record.file_name)
         records.append(record)
@@ -124,7 +128,7 @@ def same_training(one: Record, other: Record) -> bool:
 
 
 def _train(
-    recipe: Recipe, seed: int, sets: RunData, folder: Path, options: Options, test_limit: int | None
+    recipe: Recipe, seed: int, sets: RunData, folder: Path, options: Options
 ) -> tuple[Ensemble, dict[str, Any]]:
     """The trained ensemble, and the fields of its record about training."""
     example = sets.train.images[:2]
@@ -150,7 +154,7 @@ def _train(
         sets.train,
         recipe=recipe,
         seed=seed,
-        test=sets.test[:test_limit] if options.evaluate_every else None,  # `_evaluate` does at the end
+        test=sets.test if options.evaluate_every else None,  # `_evaluate` does at the end
         out=folder,
         resume=step > 0,
         options=options,
@@ -171,18 +175,12 @@ def _about_training(folder: Path, result: Result, now: dict[str, Any]) -> dict[s
 
 
 def _evaluate(
-    ensemble: Ensemble,
-    recipe: Recipe,
-    sets: RunData,
-    folder: Path,
-    options: Options,
-    limit: int | None,
-    facts: dict[str, Any],
+    ensemble: Ensemble, recipe: Recipe, sets: RunData, folder: Path, options: Options, facts: dict[str, Any]
 ) -> Record:
     """The record of a trained ensemble; writes record.json, ensemble/ and gallery/."""
     ensemble.save(folder / "ensemble")
     weights = saved_checksum(folder / "ensemble")
-    test, ood = sets.test[:limit], sets.ood and sets.ood[:limit]
+    test, ood = sets.test, sets.ood
     title, batch = f"seed {facts['seed']}", options.evaluation_batch
     more = "" if ood is None else f", and on {len(ood):,} OOD images of {ood.source}"
     Console(stderr=True, quiet=options.quiet, highlight=False, soft_wrap=True).print(
@@ -210,7 +208,6 @@ def _evaluate(
         recipe_hash=recipe.hash,
         weights=weights,
         test_examples=len(test),
-        full_test=len(test) == len(sets.test),
         checksums=sets.checksums,
         ood=None if ood is None else OOD[str(recipe.data)],
         network=None if recipe.network in NETWORKS else described(ensemble.members),
