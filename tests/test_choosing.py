@@ -156,6 +156,21 @@ class TestHowItIsChosen:
         with pytest.raises(ValueError, match="must hold a checkpoint to resume from. It holds nothing"):
             trained(XOR, replace(AUTO, epochs=1), out=tmp_path / "new", resume=True)
 
+    def test_the_folder_is_taken_during_the_short_runs(self, tmp_path, monkeypatch):
+        def in_use(*_):
+            with pytest.raises(FolderInUseError), locked(tmp_path):
+                pass
+            return {1: 0.0}
+
+        monkeypatch.setattr(loop, "overlap_errors", in_use)
+        assert trained(XOR, replace(AUTO, epochs=1), out=tmp_path)[1].overlap == 1
+
+    def test_a_signal_before_the_short_runs_is_not_lost(self, tmp_path, monkeypatch):
+        stop = lambda *_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+        monkeypatch.setattr(loop.RunFolder, "saved_recipe", stop)
+        with pytest.raises(Interrupted, match="step 1 of 50"):
+            trained(XOR, replace(AUTO, epochs=5), out=tmp_path)
+
     @pytest.mark.parametrize(
         ("train", "error", "message"),
         [

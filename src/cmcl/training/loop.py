@@ -104,21 +104,18 @@ def fit(
     # raises, and changes nothing
     plan = preflight(ensemble, train, test, recipe=recipe, seed=seed, options=options, **how)
     mesh = Mesh(plan.mesh, plan.device)
-    errors: dict[int, float] = {}
+    folder, errors = RunFolder(out, options, mesh), dict[int, float]()
     if plan.recipe.chooses_overlap:
-        with RunFolder(out, options, mesh) as folder:
-            saved = folder.saved_recipe(resume)
-        if saved is not None:
-            plan.recipe = replace(plan.recipe, overlap=saved.overlap)
-        else:
-            errors, options = _overlap_errors(ensemble, plan, options, how)
-            best = min(errors, key=errors.__getitem__)  # the first of equal ones
-            plan.recipe = replace(plan.recipe, overlap=best)
+        with folder:
+            if (saved := folder.saved_recipe(resume)) is None:
+                errors = _overlap_errors(ensemble, plan, folder.started, how)
+        best = min(errors, key=errors.__getitem__, default=None)  # the first of equal ones
+        plan.recipe = replace(plan.recipe, overlap=best if saved is None else saved.overlap)
     recipe, rows, stacked = plan.recipe, [], None
     with (
         ExitStack() as end,
         execution(options, plan.seed),
-        RunFolder(out, options, mesh) as folder,
+        folder,
         mesh.batch_norm(ensemble),
         warnings.catch_warnings(action="ignore") if mesh.rank > 0 else nullcontext(),  # process 0 warns
     ):
@@ -214,24 +211,19 @@ def fit(
     )
 
 
-def _overlap_errors(
-    ensemble: Ensemble, plan: Plan, options: Options, how: dict[str, Any]
-) -> tuple[dict[int, float], Options]:
-    """Held-out errors of short runs by K, and the options with what these runs left of `max_seconds`."""
-    end = None if options.max_seconds is None else time.monotonic() + options.max_seconds
-
-    def left() -> float | None:
-        return None if end is None else max(end - time.monotonic(), 1e-3)
+def _overlap_errors(ensemble: Ensemble, plan: Plan, started: float, how: dict[str, Any]) -> dict[int, float]:
+    """Held-out errors of short runs by K; `max_seconds` is counted from `started`, for all runs together."""
+    limit = plan.options.max_seconds
 
     def score(recipe: Recipe, kept: Data, held_out: Data) -> float:
-        quick = replace(options, quiet=True, tensorboard=False, evaluate_every=0, max_seconds=left())
+        left = None if limit is None else max(started + limit - time.monotonic(), 1e-3)
+        quick = replace(plan.options, quiet=True, tensorboard=False, evaluate_every=0, max_seconds=left)
         trial = copy.deepcopy(ensemble)
         result = fit(trial, kept, recipe=recipe, seed=plan.seed, test=held_out, options=quick, **how)
         assert result.scores is not None  # because there are test data
         return result.scores["top1"]
 
-    errors = overlap_errors(plan.recipe, plan.train, plan.held_out, score)
-    return errors, replace(options, max_seconds=left())
+    return overlap_errors(plan.recipe, plan.train, plan.held_out, score)
 
 
 @contextmanager
