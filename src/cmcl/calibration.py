@@ -93,8 +93,8 @@ class Threshold(Schema):
     predicted: int = Field(ge=0)
     errors: int = Field(ge=0)
     bound: float = Field(ge=0, le=1)  # upper confidence bound of the error among the predicted; 1 if none is
-    weights: str | None = None  # checksum of the saved ensemble that it is for, if known; likewise ...
-    flip: bool | None = None  # ... whether its predictions are averaged with those for mirror images
+    weights: str | None = None  # checksum of the saved ensemble that it is for, if known
+    flip: bool | None = None  # whether predictions are averaged with those for mirror images, if known
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -76,8 +76,8 @@ class Ensemble(nn.Module):
         output: picks the logits from what a member returns, where that is a dict, a tuple or the like.
     """
 
-    classes: Sequence[str] | None = None  # their names, if known; `fit` sets them, and ...
-    image_shape: tuple[int, ...] | None = None  # ... of the images of a Dataset (channels, height, width)
+    classes: Sequence[str] | None = None  # their names, if known; set by `fit`
+    image_shape: tuple[int, ...] | None = None  # (C, H, W) of the Dataset that `fit` was given
     temperature: float | None = None  # of the averaged prediction, from calibration.fit_temperature
     flip_at_test = False  # average the logits for images with those for their mirror images
     stems: list[Stem]  # of each member: stem(member, x) -> (features h, rest)

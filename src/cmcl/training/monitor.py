@@ -30,8 +30,9 @@ class Monitor:
         self.sums = torch.zeros(len(BATCH), dtype=torch.float64, device=device)
         # examples by specialist and class and, last, by class; one class if they are not counted by class
         self.examples = torch.zeros(members + 1, classes, dtype=torch.float64, device=device)
-        # sums over steps of each member's loss, of the gradient norm and of 0; in how many each was finite
+        # sums over steps: each member's loss, the gradient norm and, last, 0, which stays finite
         self.losses = torch.zeros(members + 2, dtype=torch.float64, device=device)
+        # after how many steps each of these sums was finite; of the last, after all
         self.finite = torch.zeros_like(self.losses)
         self.fair_share = overlap / members
         self.epochs_below = [0] * members  # in a row, under a tenth of the fair share

@@ -154,7 +154,7 @@ class Step:
     def __call__(self) -> None:
         """Train on one batch."""
         state, buffers = self.state, self.buffers()
-        for group in state.optimizer.param_groups:  # as zero_grad does, without what that does besides
+        for group in state.optimizer.param_groups:  # as zero_grad, without its entry for profilers
             for parameter in group["params"]:
                 parameter.grad = None
         before = _copies(buffers)
