@@ -264,6 +264,12 @@ def p_value(comparison: Comparison) -> str:
     return "–" if p is None else "<\u00a00.001" if p < 0.001 else f"{p:.2g}"
 
 
+def p_text(comparison: Comparison) -> str:
+    """For a sentence: "p < 0.001" or "p = 0.44"."""
+    value = p_value(comparison)
+    return f"p {value}" if value.startswith("<") else f"p = {value}"
+
+
 def ece(runs: Sequence[Record]) -> str:
     """Raw and, where it is measured, after temperature scaling."""
     raw = spread_of([run.calibration["ece"] for run in runs])
@@ -430,11 +436,11 @@ def tagline() -> str:
     """What cmcl does and what it costs."""
     time = max(fastest(ours) / fastest(ie) for _, ie, ours in pairs())
     return (
-        "`cmcl` trains an ensemble of M PyTorch networks that specialise in different parts of the data. Where one "
-        "network\nis weak, the averaged prediction often has fewer errors, more predictions can be kept at a given "
-        "error rate, and the\nright class is far more often among the members' predictions (oracle error). Where one "
-        "network is good, the average\nis no better than that of independent networks. Training took at most "
-        f"{time:.1f} times as long as theirs."
+        "`cmcl` trains an ensemble of M PyTorch networks that specialise in different parts of the data. Where one network "
+        "is weak,\nthe averaged prediction often has fewer errors than that of M independent networks, more predictions can "
+        "be kept at a given\nerror rate, and the right class is far more often among the members' predictions (oracle error). "
+        "Where one network is good,\nthe average is no better. On CIFAR-10 and SVHN, training took at most "
+        f"{time:.1f} times as long as that of independent networks."
     )
 
 
@@ -468,13 +474,13 @@ def good_for() -> str:
     ade = flown()
     lines = [
         f"**Members that are weak alone.** Five ResNet-20 on CIFAR-10, trained as in the paper: "
-        f"{best.mine['mean']:.2f} instead of {best.other['mean']:.2f} % top-1 error, p {p_value(best)} "
+        f"{best.mine['mean']:.2f} instead of {best.other['mean']:.2f} % top-1 error, {p_text(best)} "
         "([results](docs/reproduction/results.md)).",
         "**A short list of predictions.** The right class is more often among those of the members: an oracle error of "
         + " and ".join(f"{c.mine['mean']:.2f} instead of {c.other['mean']:.2f} %" for c in oracle)
         + " on CIFAR-10 and SVHN.",
-        f"**Abstaining.** With at most 2 % errors CMCL predicts for {coverage_at(2, ours)} % of CIFAR-10's test images, "
-        f"IE for {coverage_at(2, ie)} % ([calibrate and abstain](docs/tutorials/calibration.md)).",
+        f"**Abstaining.** On CIFAR-10, the most confident {coverage_at(2, ours)} % of CMCL's predictions have at most 2 % errors, "
+        f"the most confident {coverage_at(2, ie)} % of IE's ([calibrate and abstain](docs/tutorials/calibration.md)).",
         f"**Small MLPs on tables.** On five held-out datasets the default is significantly better than IE in "
         f"{settings[1]} of {settings[3]} settings and worse in {settings[2]} "
         "([the default](docs/guides/choosing-beta-and-k.md#the-default)).",
@@ -494,19 +500,24 @@ def not_for() -> str:
     found = json.loads((RESULTS / "rejecting.json").read_text())
     auroc = found["cmcl"]["ranking"]["disagreement"]["auroc"], found["ie"]["ranking"]["disagreement"]["auroc"]
     lines = [
-        f"**Members that must work alone.** One of CMCL's members has {fmean(ours.members):.2f} % error, one of IE's "
+        f"**Members that must work alone.** A member of CMCL alone has {fmean(ours.members):.2f} % errors, one of IE "
         f"{fmean(ie.members):.2f} %. With shared features no member can be removed.",
         f"**Probabilities that are not calibrated.** The averaged prediction is underconfident by design: ECE "
         f"{ece([ours])} % with [temperature scaling](docs/tutorials/calibration.md#temperature-scaling), IE's {ece([ie])} %.",
         f"**Members that are good alone.** Five VGGNet-17 on CIFAR-10: {vgg.mine['mean']:.2f} against IE's "
-        f"{vgg.other['mean']:.2f} %, p = {p_value(vgg)}; five ResNet-20 with a [modern recipe]({WELL}): "
-        f"{today.mine['mean']:.2f} against {today.other['mean']:.2f} %, p = {p_value(today)}.",
+        f"{vgg.other['mean']:.2f} %, {p_text(vgg)}; five ResNet-20 with a [modern recipe]({WELL}): "
+        f"{today.mine['mean']:.2f} against {today.other['mean']:.2f} %, {p_text(today)}.",
         f"**The members' disagreement as uncertainty.** It separates SVHN from CIFAR-10 with an AUROC of {auroc[0]:.2f}, "
         f"IE's with {auroc[1]:.2f} ([scores](docs/tutorials/calibration.md#uncertainty-scores)).",
         "**Many classes with few images each,** such as CIFAR-100: others report that CMCL loses its advantage. We "
         "have not measured it ([is CMCL for me?](docs/start/when-to-use.md)).",
     ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def verdicts() -> str:
+    """What the records speak for and against."""
+    return f"**Good for**\n\n{good_for()}\n\n**Not for**\n\n{not_for()}"
 
 
 def demo() -> str:
@@ -782,8 +793,7 @@ def whole(file: str) -> Callable[[], str]:
 TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end -->
     "tagline": tagline,
     "results": results,
-    "good-for": good_for,
-    "not-for": not_for,
+    "verdicts": verdicts,
     "evidence": evidence,
     "costs": costs,
     **{f"fields-{kind.__name__}": fields(kind) for kind in DESCRIBED},

@@ -67,6 +67,9 @@ def test_every_page_is_in_the_navigation():
     assert len(listed) == len(set(listed))
     mirrored = ("reference/zoo.md", "reference/options.md", "project/contributing.md", "project/changelog.md")
     assert set(listed) == {*map(name, PAGES), *mirrored}
+    home = DOCS / "README.md"
+    linked = {(DOCS / link.partition("#")[0]).resolve() for link in links(home.read_text())}
+    assert set(PAGES) - linked == {home}, "README calls it the list of all pages"
 
 
 SLOW = [f"tutorials/{name}.md" for name in ("images", "text", "fine-tuning", "segmentation", "several-gpus")]

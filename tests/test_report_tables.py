@@ -124,6 +124,8 @@ def test_a_row_for_each_recipe_with_the_mean_of_its_seeds():
     assert (cmcl[2].best, cmcl[3].text, cmcl[3].mark) == (True, "−0.50", "near"), "Student's t"
     assert (ie[2].best, ie[4].best) == (False, True)
     assert table.note == NOTE
+    single, *_, last = results(made_record("digits-single"), *runs, made_record("digits-cmcl", top1=2.5)).rows
+    assert (single[3].text, last[3].text) == ("–", "−0.50"), "one baseline in a column"
     text = markdown.markdown(table)
     assert text.startswith("| Method | Run | Top-1 ↓ | difference | Oracle ↓ |")
     assert "| CMCL | digits-cmcl | **2.50** | −0.50 ≈ | 4.00 |" in text
@@ -201,6 +203,8 @@ def test_the_verdict_compares_cmcl_with_its_baseline():
     errors = made_record("digits-ie", top1=3.5).errors
     stronger = changed(ie, name="tuned", recipe_hash="f" * 16, errors=errors)
     assert verdict(ie, cmcl, stronger).tiles[0].other == "IE 3.50 %"
+    adversarial = changed(stronger, recipe=stronger.recipe | {"adversarial": 0.01})
+    assert verdict(ie, cmcl, adversarial).tiles[0].other == "IE 4.00 %"
     worse = verdict(ie, made_record("digits-cmcl", top1=6.0))
     assert worse.tiles[0].kind == "bad"
     near = verdict(ie, made_record("digits-cmcl", top1=4.1)).tiles[0]

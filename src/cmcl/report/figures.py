@@ -29,6 +29,7 @@ WIDTH, COLUMNS = 260, 3  # of the panels in a file
 PAGE_WIDTH = 330  # of a panel in a page, which scales it
 FILES = (".svg", ".png", ".pdf")
 EPOCHS = 120  # points of a curve at most
+FEWEST = 5  # images of a bin whose accuracy is drawn
 ROLES = re.compile(r' (?:role="graphics-[a-z]+"|aria-roledescription="[^"]*"|aria-hidden="true")')
 
 
@@ -173,7 +174,7 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
             for bins in [dict[str, Any](run.measured.calibration).get(key)]
             if bins
             for n, c, a in zip(bins["count"], bins["confidence"], bins["accuracy"], strict=True)
-            if n and c is not None and a is not None
+            if n >= FEWEST and c is not None and a is not None
         ]
         if points:
             panels.append(panel_of(name, _calibrated(points, legend), 240))
@@ -186,7 +187,7 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
     numbers = numbers_of(id, name, ["Method", *columns.values()], rows)
     caption = (
         "Confidence of the averaged prediction against its accuracy; the size of a circle is the number of "
-        "images. On the diagonal it is calibrated, above underconfident, below overconfident."
+        f"images, at least {FEWEST}. On the diagonal it is calibrated, above underconfident, below overconfident."
     )
     if len(panels) < 2:
         caption += (

@@ -55,8 +55,8 @@ def error_against_seconds(records: Records) -> Figure | None:
         rows.append([*_names(cell), *map(number, (*means, seconds)), number(len(found), 0)])
     caption = "Top-1 error against training time, mean over the seeds; bars: standard deviation."
     heads = ["Network", "Method", *COLUMNS, "Seconds", "n"]
-    x = alt.X("seconds:Q", title="training, s").scale(type="log", nice=False, padding=18)
-    y = alt.Y("error:Q", title="top-1 error, %").scale(zero=False)
+    x = alt.X("seconds:Q", title="training, s").scale(type="log", nice=False, padding=18).axis(tickCount=5)
+    y = alt.Y("error:Q", title="top-1 error, %").scale(zero=False).axis(tickCount=5)
     return _figure("modern-seconds", "Error against training time", caption, points, x, y, heads, rows)
 
 

@@ -19,6 +19,7 @@ from ..reproduction.significance import Comparison
 from .load import METHODS, Run, grouped, method_of
 from .tables import Column, Table, Value, dataset_title, names, number, origin, signed, with_best
 
+BASELINES = ("single", "ie")
 MOST = 4  # comparisons shown; the table has all runs
 SETTINGS = ("data", "network", "network_options", "preprocess", "subset", "validation")
 ERRORS = {
@@ -148,10 +149,14 @@ def pairs(runs: Sequence[Run]) -> list[Pair]:
 
 
 def _baseline(group: Sequence[Run], groups: Iterable[Sequence[Run]]) -> list[Record]:
-    """The best comparable baseline: an independent ensemble before a single network."""
+    """The best comparable baseline: an independent ensemble before a single network and adversarial training."""
+
+    def order(found: list[Record]) -> tuple[bool, bool, float]:
+        adversarial = bool(found[0].recipe.get("adversarial"))
+        return method_of(found[0]) != "ie", adversarial, fmean(record.scores["top1"] for record in found)
+
     rivals = [[r.measured for r in g] for g in groups if _is_baseline(g[0].measured, group[0].measured)]
-    strength = lambda found: (method_of(found[0]) != "ie", fmean(r.scores["top1"] for r in found))  # noqa: E731
-    return min(rivals, key=strength, default=[])
+    return min(rivals, key=order, default=[])
 
 
 def paper_pairs(records: Records) -> list[Pair]:
@@ -211,9 +216,9 @@ def _result_table(id: str, runs: Sequence[Run]) -> Table:
 
 
 def _difference(group: Sequence[Run], groups: Sequence[Sequence[Run]]) -> Value:
-    """The top-1 error less that of the baseline."""
-    rivals = [rival for rival in groups if rival[0].method != group[0].method]
-    if not (group[0].measured.complete and (other := _baseline(group, rivals))):
+    """The top-1 error less that of the baseline; a dash for the baselines themselves."""
+    first = group[0]
+    if first.method in BASELINES or not (first.measured.complete and (other := _baseline(group, groups))):
         return Value("–")
     pair = Comparison.of([run.measured for run in group], other)
     return Value(signed(pair.difference), pair.difference, mark=None if pair.significant else "near")
