@@ -283,6 +283,9 @@ def test_tables(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert "12345678901234567" in lines[1], "numbers always stay whole"
     assert len(lines) == 3
+    means = [f"{i}5.00 ± 1.00" for i in range(5)]
+    common.print_table(("seed", *[">n"] * 5), [("mean", *means)])
+    assert capsys.readouterr().out.splitlines()[1] == "  ".join(["mean", *means]), "in a narrow terminal too"
 
 
 def test_the_best_row_of_a_table_is_bold_on_a_terminal(capsys, monkeypatch):
@@ -298,13 +301,15 @@ def test_the_best_row_of_a_table_is_bold_on_a_terminal(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ece", "start"), [(0.0, "no temperature: "), (4.9, "no temperature: "), (37.7, "ECE 37.7 %, ")]
+    ("ece", "start"), [(0.0, "The prob"), (4.9, "The prob"), (37.7, "ECE 37.7 %: near-uniform members make ")]
 )
 def test_a_high_ece_is_explained_with_the_next_command(capsys, ece, start):
     common.say_unscaled("runs/x", "digits", ece=ece)
-    (line,) = capsys.readouterr().out.splitlines()
+    line, command = capsys.readouterr().out.splitlines()
     assert line.startswith(start)
-    assert line.endswith("Fit one with: cmcl calibrate runs/x --data digits")
+    assert line.endswith("Fit a temperature:")
+    assert len(line) <= 80
+    assert command == "cmcl calibrate runs/x --data digits"
 
 
 def test_text_is_wrapped_to_the_terminal(capsys, monkeypatch):

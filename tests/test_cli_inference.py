@@ -193,9 +193,9 @@ class TestEvaluate:
     def test_before_and_after_temperature_scaling(self, cmcl, trained, tmp_path):
         """A column where an ensemble has a temperature, a line where one has none."""
         other = shutil.copytree(trained, tmp_path / trained.name.replace("seed0", "seed1"))
-        line = "no temperature: probabilities are not scaled. Fit one with: cmcl calibrate"
+        advice = "The probabilities are not scaled. Fit a temperature:\ncmcl calibrate"
         out = cmcl("evaluate", trained)[1]
-        assert out.endswith(f"{line} {trained} --data digits\n")
+        assert out.endswith(f"{advice} {trained}\n")
         assert "scaled ECE" not in out
         save_temperature(trained / "ensemble", 0.5)
         (found,) = json.loads(cmcl("evaluate", trained, "--json")[1])
@@ -205,12 +205,12 @@ class TestEvaluate:
         assert found["scaled_ece"] == pytest.approx(100 * package.metrics.ece(scaled, test.targets), abs=1e-3)
         assert found["scaled_ece"] != found["ece"]
         out = cmcl("evaluate", trained)[1]
-        assert "no temperature" not in out
+        assert "Fit a temperature" not in out
         assert f"{found['scaled_ece']:.2f}" in out.splitlines()[-1].split()
-        _, head, *rows, last = cmcl("evaluate", trained, other)[1].splitlines()
+        _, head, *rows, _, last = cmcl("evaluate", trained, other)[1].splitlines()
         assert "scaled ECE" in head
         assert ["-" in row.split() for row in rows] == [False, True, True], "no mean over one of two"
-        assert last == f"{line} {other} --data digits"
+        assert last == f"cmcl calibrate {other}"
 
     def test_several_runs(self, cmcl, trained, tmp_path):
         """As `cmcl evaluate runs/digits-*` names them."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FAILED, USAGE, TIME_OVER, STOPPED = 1, 2, 3, 130  # exit codes
 HIGH_ECE = 5.0  # percent
+FOLDED = 12  # least width of a column of texts
 PATIENCE = 3  # seconds in which torchrun ends the other processes after process 0
 FUNCTION = "MODULE:FUNCTION"
 SAME_COMMAND = "the same command resumes it"
@@ -208,14 +209,15 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(text, err=err)
 
 
-def say_unscaled(run: object, data: str | None, network: str | None = None, ece: float = 0.0) -> None:
-    """Print in a line that a run is not scaled, what a high ECE comes from, and the command that fixes it."""
+def say_unscaled(run: object, data: str | None = None, network: str | None = None, ece: float = 0.0) -> None:
+    """Print that a run is not scaled, or what its high ECE comes from, and the command that fixes it."""
     own = ["--network", network] if network and ":" in network else []
-    command = shlex.join(["cmcl", "calibrate", str(run), *(["--data", data] if data else []), *own])
-    why = "no temperature: probabilities are not scaled."
+    why = "The probabilities are not scaled"
     if ece > HIGH_ECE:
-        why = f"ECE {ece:.1f} %, no temperature: the average with near-uniform members is underconfident."
-    typer.echo(f"{why} Fit one with: {command}")  # not wrapped, to be copied
+        why = f"ECE {ece:.1f} %: near-uniform members make CMCL underconfident"
+    say(f"{why}. Fit a temperature:")
+    # a line of its own and not wrapped, to be copied
+    typer.echo(shlex.join(["cmcl", "calibrate", str(run), *(["--data", data] if data else []), *own]))
 
 
 def print_json(value: Any) -> None:
@@ -243,6 +245,8 @@ def print_table(
     right = [name.startswith(">") for name in columns]
     widths = [max(map(len, column)) + 2 for column in zip(heads, *cells, strict=True)]
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else sum(widths))
+    least = [width if number else min(width, FOLDED) for width, number in zip(widths, right, strict=True)]
+    console.width = max(console.width, sum(least))  # rather than cut numbers
     needed = widths[0] + sum(width for width, number in zip(widths[1:], right[1:], strict=True) if number)
     table = Table(box=None, pad_edge=False)
     for i, (head, number) in enumerate(zip(heads, right, strict=True)):

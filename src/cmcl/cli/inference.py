@@ -92,7 +92,7 @@ def evaluate(
     for name in dict.fromkeys(result["data"] for result in results):
         _print_scores([result for result in results if result["data"] == name])
     if unscaled := [result for result in results if result["temperature"] is None]:
-        common.say_unscaled(unscaled[0]["run"], unscaled[0]["data"], network)
+        common.say_unscaled(unscaled[0]["run"], data, network)
 
 
 def _print_scores(results: list[dict[str, Any]]) -> None:

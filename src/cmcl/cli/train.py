@@ -346,7 +346,7 @@ def _show(done: "Sequence[tuple[Job, Record]]", as_json: bool) -> None:
     if unscaled := [(job, record) for job, record in done if "temperature" not in record.calibration]:
         job, record = max(unscaled, key=lambda pair: pair[1].calibration["ece"])
         ece = record.calibration["ece"] if job.recipe.method == "cmcl" else 0.0
-        common.say_unscaled(job.folder, job.recipe.data, job.recipe.network, ece)
+        common.say_unscaled(job.folder, network=job.recipe.network, ece=ece)
     for row in rows:
         typer.echo(row["run"])  # not wrapped, to be copied
 

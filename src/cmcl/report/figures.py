@@ -187,7 +187,8 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
     numbers = numbers_of(id, name, ["Method", *columns.values()], rows)
     caption = (
         "Confidence of the averaged prediction against its accuracy; the size of a circle is the number of "
-        f"images, at least {FEWEST}. On the diagonal it is calibrated, above underconfident, below overconfident."
+        f"images, at least {FEWEST}. On the diagonal it is calibrated, above underconfident, below "
+        "overconfident."
     )
     if len(panels) < 2:
         caption += (

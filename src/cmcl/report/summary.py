@@ -149,7 +149,7 @@ def pairs(runs: Sequence[Run]) -> list[Pair]:
 
 
 def _baseline(group: Sequence[Run], groups: Iterable[Sequence[Run]]) -> list[Record]:
-    """The best comparable baseline: an independent ensemble before a single network and adversarial training."""
+    """The best comparable baseline: IE, then IE with adversarial training, then a single network."""
 
     def order(found: list[Record]) -> tuple[bool, bool, float]:
         adversarial = bool(found[0].recipe.get("adversarial"))
