@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import cmcl
 from cmcl.reproduction import CELLS, Cell, environment
 from cmcl.reproduction import campaign as module
-from cmcl.reproduction.campaign import campaign, expected_seconds, parse_budget, plan
+from cmcl.reproduction.campaign import Work, campaign, expected_seconds, parse_budget
 from cmcl.reproduction.cells import BESIDE_PAPER, select, summarise
 from cmcl.reproduction.recipes import DIGITS, OOD, RECIPES
 from cmcl.reproduction.record import load_records
@@ -48,23 +49,26 @@ def tiny(monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture
-def go(tmp_path):
+def wanted(tmp_path):
+    return Work((), tmp_path / "results", tmp_path / "runs", options=OPTIONS)
+
+
+@pytest.fixture
+def go(wanted):
     """A campaign in a folder of its own."""
 
-    def start(*cells, **changes):
-        return campaign(
-            cells, results=tmp_path / "results", runs=tmp_path / "runs", options=OPTIONS, **changes
-        )
+    def start(*cells, seeds=(0,), root=None, **changes):
+        return campaign(replace(wanted, cells=cells, seeds=seeds, root=root), **changes)
 
     return start
 
 
 @pytest.fixture
-def missing(tmp_path):
+def missing(wanted):
     """The jobs of such a campaign."""
 
     def jobs(*cells, seeds=(0,)):
-        return plan(cells, seeds=seeds, results=tmp_path / "results", runs=tmp_path / "runs", options=OPTIONS)
+        return replace(wanted, cells=cells, seeds=seeds).missing()
 
     return jobs
 
@@ -217,13 +221,13 @@ def test_killed_and_started_again(go, tmp_path):
     code = f"""
 import torch, cmcl
 from cmcl.reproduction import Cell, RECIPES
-from cmcl.reproduction.campaign import campaign
+from cmcl.reproduction.campaign import Work, campaign
 torch.set_num_threads(1)
 RECIPES |= {{name: cmcl.Recipe.from_json(values) for name, values in {recipes!r}.items()}}
 RECIPES["tiny-long"] = __import__("dataclasses").replace(RECIPES["tiny-long"], steps=10**6)
 cells = [Cell("test/" + name, name, ("test", name)) for name in ("tiny-ie", "tiny-long")]
-campaign(cells, results={str(tmp_path / "results")!r}, runs={str(tmp_path / "runs")!r},
-         options=cmcl.Options(device="cpu", quiet=True))
+options = cmcl.Options(device="cpu", quiet=True)
+campaign(Work(cells, {str(tmp_path / "results")!r}, {str(tmp_path / "runs")!r}, options=options))
 """
     source = str(Path(__file__).parents[1] / "src")
     process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": source})
@@ -241,7 +245,7 @@ campaign(cells, results={str(tmp_path / "results")!r}, runs={str(tmp_path / "run
 def test_the_order(tmp_path):
     """VGGNet and GoogLeNet, Table 2 with M = 5, seeds of the headline, figure 4a, M = 10, then today's training."""
     words = ["all", "default", "modern"]
-    jobs = plan(select(words), seeds=(0, 1, 2), results=tmp_path, runs=tmp_path, options=OPTIONS)
+    jobs = Work(select(words), tmp_path, tmp_path, (0, 1, 2), options=OPTIONS).missing()
     order = [(job.name, job.seed) for job in jobs]
     assert len(set(order)) == len(order) == 3 * len({cell.name for cell in (*CELLS, *BESIDE_PAPER)})
     first = [
@@ -272,13 +276,13 @@ def test_the_order(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU, as that of a scheduler")
 def test_a_plan_for_devices_of_other_machines(tmp_path):
-    jobs = plan([IE], seeds=(0,), results=tmp_path, runs=tmp_path, options=cmcl.Options(device="cuda"))
-    assert [job.device for job in jobs] == ["cuda"]
+    work = Work([IE], tmp_path, tmp_path, options=cmcl.Options(device="cuda"))
+    assert [job.device for job in work.missing()] == ["cuda"]
 
 
 def test_parts_share_the_recipes_out(tmp_path):
     def part(*shard):
-        return {j.name for j in plan(CELLS, seeds=(0,), results=tmp_path, runs=tmp_path, shard=shard)}
+        return {job.name for job in Work(CELLS, tmp_path, tmp_path, shard=shard).missing()}
 
     parts = [part(i, 3) for i in (1, 2, 3)]
     assert set.union(*parts) == part(1, 1)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import cmcl
 from cmcl.reproduction import Cell, campaign
+from cmcl.reproduction.campaign import Work
 from cmcl.reproduction.recipes import RECIPES
 from cmcl.reproduction.record import load_records
 from cmcl.training.checkpoint import last_step
@@ -25,14 +27,14 @@ OPTIONS = cmcl.Options(device="cpu", quiet=True)
 
 
 @pytest.fixture
-def how(monkeypatch, tmp_path):
+def work(monkeypatch, tmp_path):
     for name, recipe in TINIES.items():
         monkeypatch.setitem(RECIPES, name, recipe)
-    return {"results": tmp_path / "results", "runs": tmp_path / "runs", "options": OPTIONS}
+    return Work((), tmp_path / "results", tmp_path / "runs", options=OPTIONS)
 
 
-def test_a_task_is_a_campaign_over_one_recipe_and_seed(how):
-    task = launch.Task([MCL], 3, how)
+def test_a_task_is_a_campaign_over_one_recipe_and_seed(work):
+    task = launch.Task(replace(work, cells=[MCL], seeds=(3,)), {})
     again = task.checkpoint()
     report = pickle.loads(pickle.dumps(task))()  # noqa: S301
     assert [(record.name, record.seed) for record in report.records] == [("tiny-mcl", 3)]
@@ -41,12 +43,12 @@ def test_a_task_is_a_campaign_over_one_recipe_and_seed(how):
     assert task().records == [], "it has its record"
 
 
-def test_a_task_without_time_left_says_so(how):
-    report = launch.Task([LONG], 0, how | {"budget_seconds": 0.01, "unfinished": True})()
+def test_a_task_without_time_left_says_so(work):
+    report = launch.Task(replace(work, cells=[LONG]), {"budget_seconds": 0.01, "unfinished": True})()
     assert report.left == {"tiny-long seed 0": "no time left"}
 
 
-def test_a_task_after_a_signal_exits_without_an_outcome(how, monkeypatch):
+def test_a_task_after_a_signal_exits_without_an_outcome(work, monkeypatch):
     """So that the scheduler, which starts it again, does not take it for finished."""
 
     def stop(*rest, **more):
@@ -54,7 +56,7 @@ def test_a_task_after_a_signal_exits_without_an_outcome(how, monkeypatch):
 
     monkeypatch.setattr(campaign, "run", stop)
     with pytest.raises(SystemExit, match="stopped by SIGTERM; the run is saved"):
-        launch.Task([MCL], 0, how)()
+        launch.Task(replace(work, cells=[MCL]), {})()
 
 
 def test_the_queue_of_slurm_lacks_what_two_looks_did_not_find(monkeypatch, tmp_path):
@@ -71,12 +73,12 @@ def test_the_queue_of_slurm_lacks_what_two_looks_did_not_find(monkeypatch, tmp_p
     assert queue.lacks({"7_0"}) == set(), "not yet"
 
 
-def test_mistakes(how, monkeypatch):
+def test_mistakes(work, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="Got slurm. Could not detect"):
-        launch.launch([MCL], launcher="slurm", parallel=1, **how)
+        launch.launch(work, launcher="slurm", parallel=1)
     with pytest.raises(ValueError, match="settings must be for slurm. Got partition for local."):
-        launch.launch([MCL], launcher="local", parallel=1, settings={"partition": "gpu"}, **how)
+        launch.launch(work, launcher="local", parallel=1, settings={"partition": "gpu"})
 
 
 def test_mistakes_on_the_command_line(mistake, monkeypatch, tmp_path):
@@ -172,7 +174,7 @@ def killed_at_a_checkpoint(runs, process):
     raise AssertionError("no task had a checkpoint")
 
 
-def test_the_cells_of_a_task_are_those_of_its_recipe(how, monkeypatch):
+def test_the_cells_of_a_task_are_those_of_its_recipe(work, monkeypatch):
     """The figures that a recipe fills decide whether its record is complete."""
     told = []
     monkeypatch.setattr(
@@ -188,7 +190,7 @@ def test_the_cells_of_a_task_are_those_of_its_recipe(how, monkeypatch):
 
     monkeypatch.setattr(launch.time, "sleep", enough)
     with pytest.raises(Enough):
-        launch.launch(cells, launcher="local", parallel=5, seeds=(0, 1), **how)
-    found = [([cell.id for cell in task.cells], task.seed) for task in told]
+        launch.launch(replace(work, cells=cells, seeds=(0, 1)), launcher="local", parallel=5)
+    found = [([cell.id for cell in task.work.cells], *task.work.seeds) for task in told]
     mcl = ["test/tiny-mcl", "other/tiny-mcl"]
     assert sorted(found) == sorted([(mcl, 0), (mcl, 1), (["test/tiny-long"], 0), (["test/tiny-long"], 1)])

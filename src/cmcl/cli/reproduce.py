@@ -73,7 +73,7 @@ def reproduce(
     if slurm and launcher != "slurm":
         raise ValueError(f"--slurm must be used with --launcher slurm. Got {launcher}.")
     with common.stoppable():
-        from ..reproduction.campaign import campaign, parse_budget, plan
+        from ..reproduction.campaign import Work, campaign, parse_budget
 
         options = common.run_options(
             device,
@@ -83,31 +83,24 @@ def reproduce(
             evaluate_every=evaluate_every,
             checkpoint_seconds=save_every,
         )
-        how: dict[str, Any] = {
-            "seeds": common.seed_range(seed, seeds),
-            "results": results,
-            "runs": out,
-            "root": root,
-            "shard": shard,
-            "options": options,
-        }
+        work = Work(wanted, results, out, common.seed_range(seed, seeds), root, shard, options)
         seconds = None if budget is None else parse_budget(budget)
-        missing = plan(wanted, **how)
+        missing = work.missing()
         if dry_run:
             _print_plan(missing, as_json)
             return
         if missing:  # otherwise nothing is written
             common.check_writable(out, "--out", folder=True)
             common.check_writable(results, "--results", folder=True)
-        how |= {"budget_seconds": seconds, "unfinished": unfinished}
-        how["say"] = (lambda line: None) if as_json else common.say
+        say = (lambda line: None) if as_json else common.say
+        how: dict[str, Any] = {"budget_seconds": seconds, "unfinished": unfinished, "say": say}
         if launcher is None:
-            report = campaign(wanted, **how)
+            report = campaign(work, **how)
         else:
             with needing_extra("slurm", "submitit"):
                 from ..reproduction.launch import launch
             settings = common.parse_pairs(slurm, "--slurm")
-            report = launch(wanted, **how, launcher=launcher, parallel=jobs, settings=settings)
+            report = launch(work, **how, launcher=launcher, parallel=jobs, settings=settings)
     records, on_test = load_records(results) if search else [], search == "test"
     choices = {name: choose(several, records, on_test=on_test) for name, several in searched.items()}
     if as_json:

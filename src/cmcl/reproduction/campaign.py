@@ -58,6 +58,43 @@ class Job:
         return f"{self.name} seed {self.seed}"
 
 
+@dataclass(frozen=True)
+class Work:
+    """What is wanted, and the folders that hold what is there."""
+
+    cells: Sequence[Cell]  # of the paper's tables and figures
+    results: str | Path  # folder whose records/ is read and written
+    runs: str | Path  # folder of run folders
+    seeds: Sequence[int] = (0,)  # wanted for each cell; the first seed of all cells comes first
+    root: str | Path | None = None  # folder of the datasets
+    shard: tuple[int, int] = (1, 1)  # (i, n): the i-th of n parts, 1 to n, for n machines
+    options: Options = field(default_factory=Options)  # how the runs are carried out
+
+    def missing(self) -> list[Job]:
+        """What is missing, in the order in which it should be trained, with its expected time."""
+        i, n = self.shard
+        if not 1 <= i <= n:
+            raise ValueError(f"shard must be i/n with i between 1 and n. Got {i}/{n}.")
+        records, device = load_records(self.results), _device(self.options)
+        named: dict[str, list[Cell]] = {}  # the most important cell of a recipe first
+        for cell in sorted(self.cells, key=_rank):
+            named.setdefault(cell.name, []).append(cell)
+        ranked: list[tuple[int, Job]] = []
+        for name in list(named)[i - 1 :: n]:  # by recipe, before anything is left out: shards never move
+            own, recipe = named[name], find(name)
+            have, whole = _seeds_done(own, records, self.root), expected_seconds(recipe, records, device)
+            early = any(set(words) <= set(cell.where) for words in FIRST for cell in own)
+            later = ORDER.index(MORE_SEEDS) if early else len(ORDER) + 1
+            for seed in (seed for seed in self.seeds if seed not in have):
+                step = last_step(run_folder(self.runs, name, recipe, seed)) or 0
+                done = min(step / _steps(recipe), 1.0)
+                seconds = None if whole is None else whole * (1 - done)
+                rank = _rank(own[0]) if seed == self.seeds[0] else later
+                job = Job(name, seed, tuple(cell.id for cell in own), seconds, done, device)
+                ranked.append((rank, job))
+        return [job for _, job in sorted(ranked, key=lambda pair: pair[0])]
+
+
 @dataclass
 class Report:
     """The outcome of a campaign."""
@@ -79,41 +116,28 @@ class Report:
 
 
 def campaign(
-    cells: Sequence[Cell],
+    work: Work,
     *,
-    seeds: Sequence[int] = (0,),
-    results: str | Path,
-    runs: str | Path,
-    root: str | Path | None = None,
     budget_seconds: float | None = None,
-    shard: tuple[int, int] = (1, 1),
     unfinished: bool = False,
-    options: Options | None = None,
     say: Callable[[str], Any] = lambda line: None,
 ) -> Report:
-    """Train what is missing of these cells and write its records.
+    """Train what is missing and write its records.
 
     Args:
-        cells: of the paper's tables and figures.
-        seeds: wanted for each cell; the first seed of all cells comes first.
-        results: folder whose records/ is read and written.
-        runs: folder of run folders.
-        root: folder of the datasets.
+        work: the cells, folders and options.
         budget_seconds: start nothing that is expected to take longer; a run that is late saves itself.
-        shard: (i, n): the i-th of n parts, 1 to n, for n machines.
         unfinished: also start runs that will not end in time, to resume them in the next campaign.
-        options: how the runs are carried out.
         say: called with a line of text for each run.
     """
-    options = options or Options()
     end = None if budget_seconds is None else time.monotonic() + budget_seconds
-    report = Report(
-        plan(cells, seeds=seeds, results=results, runs=runs, root=root, shard=shard, options=options)
-    )
+    report = Report(work.missing())
     sets, loaded = None, None  # the data of the last run: the next one often has the same
     for job in report.jobs:
-        own = [cell for cell in cells if cell.name == job.name]
-        if job.seed in _seeds_done(own, load_records(results), root):  # another process trained it meanwhile
+        own = [cell for cell in work.cells if cell.name == job.name]
+        if job.seed in _seeds_done(
+            own, load_records(work.results), work.root
+        ):  # by another process meanwhile
             say(f"{job.label}: has its record by now")
             continue
         left = float("inf") if end is None else end - time.monotonic()
@@ -121,11 +145,13 @@ def campaign(
             report.late.append(job)
             continue
         say(f"{job.label}: started" + (f", expected to take {job.seconds:.0f} s" if job.seconds else ""))
-        recipe, how = find(job.name), ending_at(end, options)
+        recipe, how = find(job.name), ending_at(end, work.options)
         try:
             if loaded != (wanted := (recipe.data, recipe.preprocess, recipe.subset, recipe.validation)):
-                sets, loaded = load_data(recipe, root=root), wanted
-            (record,) = run(job.name, (job.seed,), out=runs, results=results, sets=sets, options=how)
+                sets, loaded = load_data(recipe, root=work.root), wanted
+            (record,) = run(
+                job.name, (job.seed,), out=work.runs, results=work.results, sets=sets, options=how
+            )
         except Interrupted as stop:
             report.progressed = True
             report.stopped = "" if stop.reason == "max_seconds" else stop.reason
@@ -140,39 +166,6 @@ def campaign(
     for label, reason in report.left.items():
         say(f"{label}: {reason}")
     return report
-
-
-def plan(
-    cells: Sequence[Cell],
-    *,
-    seeds: Sequence[int],
-    results: str | Path,
-    runs: str | Path,
-    root: str | Path | None = None,
-    shard: tuple[int, int] = (1, 1),
-    options: Options | None = None,
-) -> list[Job]:
-    """What is missing, in the order in which it should be trained, with its expected time."""
-    i, n = shard
-    if not 1 <= i <= n:
-        raise ValueError(f"shard must be i/n with i between 1 and n. Got {i}/{n}.")
-    records, device = load_records(results), _device(options or Options())
-    named: dict[str, list[Cell]] = {}  # the most important cell of a recipe first
-    for cell in sorted(cells, key=_rank):
-        named.setdefault(cell.name, []).append(cell)
-    ranked: list[tuple[int, Job]] = []
-    for name in list(named)[i - 1 :: n]:  # by recipe, before anything is left out: shards never move
-        own, recipe = named[name], find(name)
-        have, whole = _seeds_done(own, records, root), expected_seconds(recipe, records, device)
-        early = any(set(words) <= set(cell.where) for words in FIRST for cell in own)
-        later = ORDER.index(MORE_SEEDS) if early else len(ORDER) + 1
-        for seed in (seed for seed in seeds if seed not in have):
-            done = min((last_step(run_folder(runs, name, recipe, seed)) or 0) / _steps(recipe), 1.0)
-            seconds = None if whole is None else whole * (1 - done)
-            rank = _rank(own[0]) if seed == seeds[0] else later
-            job = Job(name, seed, tuple(cell.id for cell in own), seconds, done, device)
-            ranked.append((rank, job))
-    return [job for _, job in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def expected_seconds(recipe: Recipe, records: Sequence[Record], device: str) -> float | None:

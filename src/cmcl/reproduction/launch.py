@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ import submitit
 import torch
 from submitit.core.utils import UncompletedJobError
 
-from ..training import Options
 from ..training.checkpoint import Signals
-from .campaign import Job, Report, campaign, plan
-from .cells import Cell
+from .campaign import Job, Report, Work, campaign
 
 LOGS = "tasks"  # folder, beside the run folders, of what tasks print
 FOREVER = 10**7  # minutes; a local task has no time limit
@@ -39,13 +37,12 @@ LOOK = 60.0  # seconds between looks at SLURM's queue
 class Task:
     """A campaign of its own over one recipe and seed."""
 
-    cells: Sequence[Cell]
-    seed: int
-    how: Mapping[str, Any]
+    work: Work
+    how: Mapping[str, Any]  # the other arguments of `campaign`
 
     def __call__(self) -> Report:
         """Train it; after a signal, exit without an outcome: the scheduler starts the task again."""
-        report = campaign(self.cells, seeds=(self.seed,), **self.how)
+        report = campaign(self.work, **self.how)
         if report.stopped:
             raise SystemExit(f"stopped by {report.stopped}; the run is saved")
         return report
@@ -56,35 +53,28 @@ class Task:
 
 
 def launch(
-    cells: Sequence[Cell],
+    work: Work,
     *,
     launcher: str,
     parallel: int,
     settings: Mapping[str, Any] | None = None,
-    seeds: Sequence[int] = (0,),
-    results: str | Path,
-    runs: str | Path,
-    root: str | Path | None = None,
-    shard: tuple[int, int] = (1, 1),
-    options: Options | None = None,
     say: Callable[[str], Any] = lambda line: None,
     **how: Any,
 ) -> Report:
-    """Train what is missing of these cells, each recipe and seed as a task, and wait for all of them.
+    """Train what is missing, each recipe and seed as a task, and wait for all of them.
 
     SIGINT and SIGTERM cancel the tasks; then their runs are saved.
 
     Args:
-        cells, seeds, results, runs, root, shard, options, say: as for `campaign`.
+        work, say: as for `campaign`.
         launcher: "slurm": an array of jobs; the folders must be on a disk that all nodes see. "local":
             processes of this machine, which take its GPUs in turn.
         parallel: the number of tasks at a time.
         settings: of sbatch, as submitit names them, such as partition, time, gpus_per_node and mem_gb.
         how: the other arguments of `campaign`; `budget_seconds` is that of each task.
     """
-    folders: dict[str, Any] = {"results": results, "runs": runs, "root": root, "options": options}
-    report = Report(plan(cells, seeds=seeds, shard=shard, **folders))
-    logs = Path(runs) / LOGS / time.strftime("%Y%m%d-%H%M%S")  # process ids are used again
+    report = Report(work.missing())
+    logs = Path(work.runs) / LOGS / time.strftime("%Y%m%d-%H%M%S")  # process ids are used again
     executor = _executor(launcher, logs, parallel, settings or {})
     todo = list(report.jobs)
     running: dict[int, tuple[Job, submitit.Job[Report]]] = {}  # by slot
@@ -94,10 +84,7 @@ def launch(
             slots = range(len(todo)) if launcher == "slurm" else range(parallel)
             started = dict(zip((slot for slot in slots if slot not in running), todo, strict=False))
             todo = todo[len(started) :]
-            tasks = {
-                slot: Task([cell for cell in cells if cell.name == job.name], job.seed, folders | how)
-                for slot, job in started.items()
-            }
+            tasks = {slot: Task(_part(work, job), how) for slot, job in started.items()}
             for slot, task in _submit(executor, tasks, launcher).items():
                 running[slot] = started[slot], task
                 say(f"{started[slot].label}: task {task.job_id}, which writes {task.paths.stderr}")
@@ -113,6 +100,12 @@ def launch(
     report.stopped = signals.received
     report.late += [*(job for job, _ in running.values()), *todo]
     return report
+
+
+def _part(work: Work, job: Job) -> Work:
+    """The work of one job."""
+    own = [cell for cell in work.cells if cell.name == job.name]
+    return replace(work, cells=own, seeds=(job.seed,), shard=(1, 1))
 
 
 class Queue:
