@@ -211,7 +211,7 @@ RECIPES = {
 def trained(how, members, *, sharing=False, max_seconds=None, **options):
     own = ensemble(share_after="0" if sharing else None)
     recipe = Recipe(**{"epochs": 4, "batch_size": 16, "members": 3} | how)
-    settings = Options(quiet=True, members=members, max_seconds=max_seconds)
+    settings = Options(quiet=True, device="cpu", members=members, max_seconds=max_seconds)
     return own, cmcl.fit(own, (X, Y), recipe=recipe, test=(X, Y), options=settings, **options)
 
 
@@ -273,7 +273,7 @@ class TestFit:
     def test_what_cannot_be_stacked_trains_all_the_same(self, members):
         own = ensemble(lambda: linear([nn.BatchNorm1d(6)]))
         recipe = Recipe(steps=3, batch_size=16, members=3)
-        cmcl.fit(own, (X, Y), recipe=recipe, options=Options(quiet=True, members=members))
+        cmcl.fit(own, (X, Y), recipe=recipe, options=Options(quiet=True, device="cpu", members=members))
 
     def test_the_trained_ensemble_is_ordinary(self, tmp_path):
         own, _ = trained({}, "stacked")
