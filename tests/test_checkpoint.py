@@ -19,10 +19,12 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import cmcl
 from cmcl._files import DiskFullError
-from cmcl.training.checkpoint import Checkpoints, Facts, FolderInUseError, Signals, locked
+from cmcl.training.checkpoint import Checkpoints, Facts, FolderInUseError, RunFolder, Signals, locked
+from cmcl.training.step import TrainState
 
 MOVES = {
     "as it is": lambda t: t,
@@ -560,3 +562,33 @@ class TestSignals:
         thread.start()
         thread.join()
         assert seen == [("", before)]
+
+
+class TestRunFolder:
+    RECIPE = cmcl.Recipe(members=2, steps=4, momentum=0.9)
+    OPTIONS = cmcl.Options(device="cpu", quiet=True)
+
+    def state(self, inputs=2):
+        return TrainState(cmcl.Ensemble(lambda: nn.Linear(inputs, 2), 2), self.RECIPE, 0, 2, 4)
+
+    def folder(self, path, state, *, resume=False):
+        folder = RunFolder(path, self.OPTIONS)
+        with folder:
+            folder.restore(state, resume, task=None, data="")
+            folder.save(state)
+        return folder
+
+    def test_a_diverged_run_is_not_saved(self, tmp_path):
+        state = self.state()
+        state.monitor.losses[1] = torch.nan
+        state.monitor.count_step(torch.tensor(0.5))
+        state.step = 1
+        with pytest.raises(cmcl.Diverged, match=r"member \[1\], .* at step 0"):
+            self.folder(tmp_path, state)
+        assert Checkpoints(tmp_path / "checkpoints").latest() is None
+
+    def test_a_run_of_other_networks_is_not_resumed(self, tmp_path):
+        """Two members differ in their weights and in their momentum."""
+        self.folder(tmp_path, self.state())
+        with pytest.raises(ValueError, match=r"Got another \S*weight\S*, and 3 more differences"):
+            self.folder(tmp_path, self.state(inputs=3), resume=True)
