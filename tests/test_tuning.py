@@ -116,7 +116,7 @@ def test_an_interrupted_candidate_is_trained_when_the_search_resumes(tiny, tmp_p
 
 def test_a_candidate_whose_folder_is_in_use_comes_back(tiny, tmp_path, monkeypatch):
     """By a worker that was silent for so long that another took its candidate."""
-    monkeypatch.setattr(tuning, "POLL", 0.01)
+    monkeypatch.setattr(tuning, "GRACE", 1)
     calls = told(monkeypatch, {1.0: FolderInUseError("in use"), 2.0: 80.0})
     assert tune(**tiny | {"betas": [1.0, 2.0], "eta": 5}, out=tmp_path)["beta"] == 1.0
     assert [name.removeprefix("tiny-beta")[0] for name, _ in calls] == ["1", "2", "1"]

@@ -183,7 +183,7 @@ def _work(study: optuna.Study, objective: Callable[[Trial], float], say: Callabl
             try:
                 study.optimize(objective, n_trials=1, catch=Diverged)
             except FolderInUseError:  # by a worker that was silent, but lives
-                time.sleep(POLL)
+                time.sleep(GRACE)
         elif running := study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             if not waiting:
                 names = ", ".join(str(trial.user_attrs.get(CANDIDATE)) for trial in running)
