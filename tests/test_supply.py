@@ -115,6 +115,13 @@ def test_what_was_not_checked_is_no_pass(verdict, text, code, message):
     assert message in said
 
 
+def test_an_audit_without_its_program_or_database_says_not_checked(verdict, tmp_path):
+    (tmp_path / "pip_audit.py").write_text("raise ConnectionError('no route')")
+    command, environment = [sys.executable, ROOT / ".ci" / "audit.py"], {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert (done.returncode, done.stdout) == (2, "NOT CHECKED: ConnectionError: no route\n")
+
+
 def test_constraints_are_exact():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     assert all(line.count("==") == 1 and "*" not in line for line in lines)
