@@ -30,7 +30,7 @@ from cmcl import Ensemble, Options, confident_oracle_loss, share_features
 from cmcl.metrics import Accumulator
 from cmcl.pretrained import SharedStemEnsemble
 from cmcl.training import checkpoint, preflight
-from cmcl.training.mesh import ALONE, Shape, Sizes, Traffic, choose, parse, slices, traffic
+from cmcl.training.mesh import ALONE, Mesh, Shape, Sizes, Traffic, choose, parse, slices, traffic
 from mesh_cases import CASES, MESHES, M, Plain, ensemble
 
 ROOT = Path(__file__).parents[1]
@@ -436,6 +436,47 @@ def test_no_thread_is_left_when_python_ends(tmp_path, group):
     code, out, err = run(*torchrun(2, tmp_path / "left.py", group))
     assert code == 0, err
     assert out.count("left: []\n") == 2, out
+
+
+SILENT = """
+import os, time, torch
+from datetime import timedelta
+from cmcl.training import mesh
+mesh.TIMEOUT = timedelta(seconds=15)
+place = mesh.Mesh(mesh.Shape(2, 2), torch.device("cpu"))
+began, axis = time.monotonic(), {1: "members", 2: "data"}.get(place.rank)  # along which process 3 is
+if axis:
+    try:
+        place.total(torch.ones(1), axis)
+    except mesh.ProcessLost:
+        print(f"{axis}: {time.monotonic() - began < 30}\\n", end="", flush=True)
+time.sleep(max(0, began + 40 - time.monotonic()))
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_falls_silent_is_noticed_along_each_axis(tmp_path):
+    (tmp_path / "silent.py").write_text(SILENT)
+    code, out, err = run(*torchrun(4, tmp_path / "silent.py"))
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["data: True", "members: True"]
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cuda", 3)])
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch, device, index):
+    """As in a process group of the user's, started without torchrun."""
+
+    def join(device):
+        raise InterruptedError
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("cmcl.training.mesh._join", join)
+    with pytest.raises(InterruptedError):
+        Mesh(Shape(2, 1), torch.device(device))
+    assert chosen == [index]
 
 
 COPIED = """

@@ -25,6 +25,8 @@ Function = Callable[..., Any]
 PUBLIC_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # The class of every batch normalisation, also of other packages'.
 BATCH_NORM: Any = private_torch("torch.nn.modules.batchnorm._BatchNorm", PUBLIC_BATCH_NORMS)
+# How long the processes of a group wait for one another.
+set_timeout: Any = private_torch("torch.distributed.distributed_c10d._set_pg_timeout", lambda *given: None)
 
 
 def find_device(name: str) -> torch.device:

@@ -31,7 +31,7 @@ from .._messages import first_line
 from ..ensemble import Ensemble
 from ..objectives import OracleLoss
 from .batches import epoch_seed
-from .cuda import BATCH_NORM, copy_all, flat, views
+from .cuda import BATCH_NORM, copy_all, flat, set_timeout, views
 
 AXES = ("members", "data")
 TIMEOUT = timedelta(minutes=10)  # for a process that hangs; a process that died is noticed at once
@@ -168,12 +168,17 @@ class Mesh:
         if self.size > 1:
             self.device = device or torch.device("cpu")
             if self.device.type == "cuda":  # or init_device_mesh takes that of LOCAL_RANK, if there is none
-                torch.cuda.set_device(self.device)
+                torch.cuda.set_device(
+                    torch.cuda.current_device() if self.device.index is None else self.device.index
+                )
             _join(self.device)
             self.rank = dist.get_rank()
             self.call(dist.barrier, group=_patient(dist.group.WORLD))
             mesh = init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=AXES)
             self.groups = {axis: mesh.get_group(axis) for axis in AXES}
+            for group in self.groups.values():
+                if group != dist.group.WORLD:  # a group of gloo would wait for half an hour
+                    set_timeout(TIMEOUT, group)
             self.groups |= {"all": dist.group.WORLD, "cpu": group_on_cpu()}
             self.place = Shape(*(mesh.get_local_rank(axis) for axis in AXES))
 
