@@ -126,7 +126,7 @@ def test_feature_sharing_has_a_cost_of_its_own():
     slow = changed(records[3], seed=1, seconds=1000.0)  # it shared the device
     plain, sharing, both = verdict([*records, slow], "introduction").parts
     assert (plain.status, sharing.status, both.status) == (HOLDS, FAILS, FAILS)
-    assert "5 cnn: CMCL with feature sharing takes" in sharing.text
+    assert "CIFAR-10, small CNN, M = 5: CMCL with feature sharing takes" in sharing.text
     assert sharing.found == "360 against 200 s, the fastest of 2 and 2 runs: 1.80 times"
 
 

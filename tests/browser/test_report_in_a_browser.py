@@ -89,6 +89,8 @@ def test_printed_tables_are_whole_and_the_paper_is_white(open_page, theme):
     assert set(page.evaluate(styles.format(".box", "overflowX"))) == {"visible"}
     assert set(page.evaluate(styles.format("h2, h3", "breakAfter"))) == {"avoid"}
     assert page.evaluate("getComputedStyle(document.querySelector('.ramp')).printColorAdjust") == "exact"
+    heads = set(page.evaluate(styles.format("th button", "display")))
+    assert heads == {"contents"}, "chromium repeats no button at the head of a second page"
     assert page.locator("nav").is_hidden()
     assert page.pdf(format="A4").startswith(b"%PDF")
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from ..data.registry import DATASETS
+from ..networks import NETWORKS
 from .cells import CELLS, TARGETS, Evidence, Records, techniques
 from .record import Record
 from .significance import Comparison
@@ -135,7 +137,8 @@ def _cost(found: Evidence) -> list[Part]:
             if name in RIVALS or not rivals or not min(rivals):
                 continue
             mine, other = min(times), min(rivals)
-            text = f"{data}, {members} {network}: {name} takes {AT_MOST}"
+            what = f"{DATASETS[data].title}, {NETWORKS[network].title}, M = {members}"
+            text = f"{what}: {name} takes {AT_MOST}"
             numbers = (
                 f"{mine:.0f} against {other:.0f} s, the fastest of {len(times)} and {len(rivals)} runs: "
                 f"{mine / other:.2f} times"
