@@ -181,6 +181,9 @@ def _print_plan(jobs: "Sequence[Job]", as_json: bool) -> None:
         keys = ("name", "seed", "cells", "seconds", "done", "device")
         common.print_json([{key: getattr(job, key) for key in keys} for job in jobs])
         return
+    if not jobs:
+        common.say("Nothing is missing.")
+        return
     rows = [
         (
             job.name,
@@ -192,13 +195,13 @@ def _print_plan(jobs: "Sequence[Job]", as_json: bool) -> None:
         for job in jobs
     ]
     common.print_table(("recipe", ">seed", "for", ">expected", ">done"), rows)
-    known = [job.seconds for job in jobs if job.seconds is not None]
-    unknown = len(jobs) - len(known)
-    total = ", ".join(
-        [f"{_duration(sum(known))} in all"] * bool(known) + [f"{unknown} of unknown time"] * bool(unknown)
-    )
-    where = f"{jobs[0].device}{'' if torch.cuda.is_available() else ' (no GPU was found)'}" if jobs else ""
-    common.say(f"\n{len(jobs)} runs, {total}, on {where}." if jobs else "Nothing is missing.")
+    known, total = [job.seconds for job in jobs if job.seconds is not None], f"{len(jobs)} runs"
+    if known:
+        total += f", {_duration(sum(known))} in all"
+    if len(known) < len(jobs):
+        total += f", {len(jobs) - len(known)} of unknown time"
+    gpu = "" if torch.cuda.is_available() else " (no GPU was found)"
+    common.say(f"\n{total}, on {jobs[0].device}{gpu}.")
 
 
 def _duration(seconds: float) -> str:
