@@ -75,6 +75,9 @@ class TestResident:
         take(resident(20, 5), 0)
         assert torch.get_rng_state().equal(before)
 
+    def test_the_epoch_of_a_step_is_that_where_its_batch_begins(self):
+        assert [resident(10, 4).epoch_of(step) for step in range(6)] == [0, 0, 0, 1, 1, 2]
+
     def test_more_than_there_is(self):
         source = resident(3, 128)
         assert source.batch_size == 3

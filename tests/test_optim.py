@@ -76,6 +76,29 @@ def test_weight_normalisation_and_more():
     assert decayed(lambda: normalised_twice(nn.Linear(4, 4))) == {NEW + "1"}
 
 
+def test_muon_leaves_vectors_to_adamw():
+    """A weight that is computed from a vector is no matrix to orthogonalise."""
+
+    class Diagonal(nn.Module):
+        def forward(self, vector):
+            return vector.diag()
+
+        def right_inverse(self, weight):
+            return weight.diag().clone()
+
+    def build():
+        layer = nn.Linear(4, 4)
+        return parametrize.register_parametrization(layer, "weight", Diagonal(), unsafe=True)
+
+    ensemble = Ensemble([build(), nn.Linear(4, 2)])
+    optimizer = make_optimizer(ensemble, Recipe(members=2, steps=1, optimizer="muon", momentum=0.9))
+    matrix = ensemble.members[1].weight
+    assert [[p is matrix for p in group["params"]] for group in optimizer.param_groups] == [
+        [True],
+        [False] * 3,
+    ]
+
+
 def test_biases_stay_free():
     """Also where the bias is the computed one."""
     layer = nn.Linear(6, 4)
