@@ -420,3 +420,10 @@ def test_seeds_that_torch_does_not_take(seed):
     with pytest.raises(TypeError, match="seed must be a whole number. Got float"):
         check_seed(0.5)
     assert check_seed(np.int32(3)) == 3
+
+
+def test_the_decay_that_ties_a_run_to_its_length():
+    plain = replace(BASE, milestones=())
+    assert plain.tied_to_length == []
+    assert replace(plain, decay=0.5).tied_to_length == ["decay"]
+    assert replace(plain, decay=0.5, decay_steps=9).tied_to_length == []
