@@ -34,6 +34,7 @@ from cmcl import confident_oracle_loss, share_features
 
 torch.set_flush_denormal(True)  # networks that fit the training examples exactly have tiny gradients
 RESULTS = Path(__file__).parents[1] / "results" / "defaults"
+Rows = dict[tuple[str, str, str], list[float]]  # dataset, regime and setting -> errors of the seeds
 CHOSEN_ON = ("digits", "letter", "satimage", "vowel")
 HELD_OUT = ("fashion", "magic", "optdigits", "penbased", "texture")
 REGIMES = {  # hidden units of both layers, training examples
@@ -210,11 +211,11 @@ def friedman(errors: np.ndarray) -> str:
     return f"p = {p:.3g}; critical difference of mean ranks (Nemenyi, 0.05): {difference:.2f}"
 
 
-def by_dataset(rows: dict[tuple[str, str, str], list[float]], cells: list[tuple[str, str]]) -> str:
-    """The default against IE on each dataset, by paired t-tests over the seeds' means over the regimes."""
+def by_dataset(rows: Rows, cells: list[tuple[str, str]], ours: str, other: str) -> str:
+    """Two settings on each dataset, by paired t-tests over the seeds' means over the regimes."""
     texts = []
     for name in dict.fromkeys(name for name, _ in cells):
-        pairs = [(rows[(*cell, "default")], rows[(*cell, "ie")]) for cell in cells if cell[0] == name]
+        pairs = [(rows[(*cell, ours)], rows[(*cell, other)]) for cell in cells if cell[0] == name]
         gaps = np.mean([np.subtract(*pair) for pair in pairs], axis=0)  # (seeds,)
         texts.append(f"{name} {gaps.mean():+.2f} (p = {stats.ttest_1samp(gaps, 0).pvalue:.2g})")
     return ", ".join(texts)
@@ -245,7 +246,7 @@ def table(results: Path) -> str:
             ]  # the same splits
             ours, ie = (np.array([np.mean(one) for one in side]) for side in zip(*pairs, strict=True))
             rank = f"{ranks[setting]:4.1f}" if setting in ranks else "   –"
-            line = f"{setting:14} error {ours.mean():5.2f}  rank {rank}"
+            line = f"{setting:15} error {ours.mean():5.2f}  rank {rank}"
             if setting != "ie":
                 gaps = ours - ie
                 p = np.array([1.0 if a == b else stats.ttest_rel(a, b).pvalue for a, b in pairs])
@@ -261,14 +262,18 @@ def table(results: Path) -> str:
         gaps = errors[settings.index("default")] - errors[settings.index("ie")]
         lost = [f"{' '.join(cell)} {gap:+.2f}" for cell, gap in zip(cells, gaps, strict=True) if gap > 0]
         lines += ["", f"The default's error is higher than IE's on: {'; '.join(lost) or 'none'}"]
-        lines += [f"Its difference to IE, mean over the regimes: {by_dataset(rows, cells)}", ""]
+        lines += [f"Its difference to IE, mean over the regimes: {by_dataset(rows, cells, 'default', 'ie')}"]
+        smooth = "k4 + smoothing", "ie + smoothing"
+        if all(done[setting] == cells for setting in smooth):
+            lines += [f"Where both have label smoothing: {by_dataset(rows, cells, *smooth)}"]
+        lines += [""]
         short = {regime: regime.replace(" data", "").replace(", ", " ") for regime in REGIMES}
         for heads in ([name for name, _ in cells], *zip(*(short[r].split() for _, r in cells), strict=True)):
-            lines.append(f"{'':14}" + "".join(f"{head:>10}" for head in heads))
+            lines.append(f"{'':15}" + "".join(f"{head:>10}" for head in heads))
         for setting in filter(done.get, SETTINGS):
             found_errors = [rows.get((*cell, setting)) for cell in cells]
             texts = [f"{np.mean(e):10.2f}" if e else f"{'–':>10}" for e in found_errors]
-            lines.append(f"{setting:14}" + "".join(texts))
+            lines.append(f"{setting:15}" + "".join(texts))
         lines.append("")
     return "\n".join(lines)
 

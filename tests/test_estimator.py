@@ -341,9 +341,25 @@ class TestClassWeight:
             equal.predict_proba(X), small().fit(X, y).predict_proba(X), rtol=1e-4, atol=1e-5
         )
 
+    def test_labels_are_smoothed_with_and_without_weights(self, overlapping):
+        """IE learns the frequencies that it is shown: 0.1 of class 1 become 0.8 * 0.1 + 0.2 / 2."""
+        X, y = overlapping
+        plain, smooth, weighted = (
+            small(method="ie", epochs=60, **more).fit(X, y).predict_members_proba(X)[..., 1].mean()
+            for more in (
+                {},
+                {"label_smoothing": 0.2},
+                {"label_smoothing": 0.2, "class_weight": {0: 1.0, 1: 1.0}},
+            )
+        )
+        np.testing.assert_allclose([plain, smooth, weighted], [0.1, 0.18, 0.18], atol=0.03)
+        np.testing.assert_allclose(smooth, weighted, rtol=1e-4)
+
     def test_nonsense(self, overlapping):
         with pytest.raises(ValueError, match="class_weight"):
             small(class_weight="unfair").fit(*overlapping)
+        with pytest.raises(ValueError, match="label_smoothing"):
+            small(label_smoothing=1.0, class_weight="balanced").fit(*overlapping)
 
 
 @pytest.fixture(scope="module")

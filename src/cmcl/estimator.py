@@ -56,7 +56,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         rule: how examples are assigned, as in `Recipe`: "hard", "relaxed" or "annealed" (K = 1).
         share_after: submodule after which the members share features.
         hidden: width of the default network. None: 256 for vectors, 64 for images.
-        epochs, batch_size, optimizer, lr, weight_decay: as in `Recipe`.
+        epochs, batch_size, optimizer, lr, weight_decay, label_smoothing: as in `Recipe`.
         validation: how the temperature of `predict_proba` is fitted, without which CMCL's probabilities are
             underconfident. "auto": to a fifth of the examples, predicted by a run over a fifth of the epochs
             on the others; the ensemble itself learns all of them. A number: the fraction, stratified, that is
@@ -92,6 +92,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         optimizer: str = "adam",
         lr: float = 0.01,
         weight_decay: float = 0.0,
+        label_smoothing: float = 0.0,
         validation: float | str = "auto",
         class_weight: Mapping[Any, float] | str | None = None,
         warm_start: bool = False,
@@ -113,6 +114,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         self.optimizer = optimizer
         self.lr = lr
         self.weight_decay = weight_decay
+        self.label_smoothing = label_smoothing
         self.validation = validation
         self.class_weight = class_weight
         self.warm_start = warm_start
@@ -143,6 +145,8 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         learned, held = self._hold_out(x, targets)
         task, options = self._task(y), Options(device=self.device, quiet=not self.verbose)
         recipe, early = self._recipe(), self.validation == "auto"
+        if task is not None:  # which smooths the labels itself
+            recipe = replace(recipe, label_smoothing=0.0)
         train = (x, labels) if early else (x[learned], labels[learned])
         result = fit(self.ensemble_, train, recipe=recipe, seed=seed, task=task, options=options)
         self.overlap_ = result.overlap
@@ -190,7 +194,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
     def _recipe(self) -> Recipe:
         method = ("members", "method", "overlap", "beta", "labels", "rule")
-        names = (*method, "epochs", "batch_size", "optimizer", "lr", "weight_decay")
+        names = (*method, "epochs", "batch_size", "optimizer", "lr", "weight_decay", "label_smoothing")
         settings = {name: getattr(self, name) for name in names}
         return Recipe(**settings, sharing=self.share_after is not None)
 
@@ -227,7 +231,8 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         weights = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
         like = next(self.ensemble_.parameters())
         on_device = torch.tensor(weights, dtype=like.dtype, device=find_device(self.device))
-        return partial(F.cross_entropy, weight=on_device, reduction="none")
+        smoothing = float(self.label_smoothing)
+        return partial(F.cross_entropy, weight=on_device, reduction="none", label_smoothing=smoothing)
 
     def _predict(self, X: Any) -> Prediction:
         check_is_fitted(self)
