@@ -168,8 +168,22 @@ class TestHowItIsChosen:
     def test_a_signal_before_the_short_runs_is_not_lost(self, tmp_path, monkeypatch):
         stop = lambda *_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
         monkeypatch.setattr(loop.RunFolder, "saved_recipe", stop)
-        with pytest.raises(Interrupted, match="step 1 of 50"):
+        with pytest.raises(Interrupted, match="step 1 of 8"):
             trained(XOR, replace(AUTO, epochs=5), out=tmp_path)
+
+    def test_a_signal_while_a_short_run_is_scored_stops_the_next(self, tmp_path, monkeypatch):
+        calls, scores = [], loop._scores
+
+        def scored(*rest):
+            calls.append(rest)
+            if len(calls) == 2:  # after the last step, where no checkpoint is due any more
+                signal.raise_signal(signal.SIGTERM)
+            return scores(*rest)
+
+        monkeypatch.setattr(loop, "_scores", scored)
+        with pytest.raises(Interrupted, match="stopped by SIGTERM at step 1 of 8"):
+            trained(XOR, replace(AUTO, epochs=5), out=tmp_path)
+        assert len(calls) == 2
 
     @pytest.mark.parametrize(
         ("train", "error", "message"),

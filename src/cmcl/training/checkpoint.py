@@ -422,22 +422,30 @@ class Signals:
     terminal, and ends processes that take too long. Signals reach the main thread alone: in any other this
     does nothing. A signal to a whole group of processes ends a DataLoader's workers, too; torch would raise
     an exception for that wherever the loop is, so from then on SIGCHLD is ignored.
+
+    A run inside a run, as those that choose K, passes its signals on: what stops one of them stops both.
     """
 
     def __init__(self, *, patient: bool = False) -> None:
         self.received, self.patient = "", patient
         self._previous: dict[signal.Signals, Any] = {}
+        self._outer: Signals | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) is not None:  # None: not Python's, so it cannot be restored
                     self._previous[number] = signal.signal(number, self._receive)
+        outer = getattr(self._previous.get(signal.SIGTERM), "__self__", None)
+        if isinstance(outer, Signals):
+            self._outer, self.received = outer, self.received or outer.received
         return self
 
     def __exit__(self, *error: object) -> None:
         while self._previous:
             signal.signal(*self._previous.popitem())
+        if self._outer is not None:
+            self._outer.received, self._outer = self._outer.received or self.received, None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
