@@ -490,8 +490,8 @@ def good_for() -> str:
         f"**Abstaining.** On CIFAR-10, the most confident {coverage_at(2, ours)} % of CMCL's predictions have at most 2 % errors, "
         f"the most confident {coverage_at(2, ie)} % of IE's ([calibrate and abstain](docs/tutorials/calibration.md)).",
         f"**Small MLPs on tables.** On five held-out datasets the default is significantly better than IE in "
-        f"{default['better']} of {default['cells']} settings and worse in {default['worse']}, by {default['gap']} points on "
-        f"average; IE with label smoothing by {smooth['gap']}, CMCL with it by {both['gap']} "
+        f"{default['better']} of {default['cells']} settings and worse in {default['worse']}. Its mean difference to IE is "
+        f"{default['gap']} points, that of IE with label smoothing {smooth['gap']}, that of CMCL with it {both['gap']} "
         "([the default](docs/guides/choosing-beta-and-k.md#the-default)).",
         f"**Targets with several good answers.** The best of the hypotheses for a flight is "
         f"{ade['winner takes all']['minADE']:.2f} km off, IE's {ade['independent ensemble']['minADE']:.2f} km "
