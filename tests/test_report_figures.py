@@ -97,6 +97,14 @@ def test_reliability_before_and_after_temperature_scaling():
     assert found[1] == {("b", 7, 45.0, 47.0)}, "nearly empty bins are left out, and runs that are not scaled"
     assert "strokeDash" in figure.panels[0].spec["layer"][1]["encoding"], "as the legend says"
     assert "cmcl calibrate" in figures.reliability("f", "t", [plain]).caption
+    few = after | {"scaled_reliability": bins | {"count": [4, 0, 4]}}
+    scaled = run_of("digits-cmcl", label="b", calibration=plain.record.calibration | few)
+    assert "cmcl calibrate" not in figures.reliability("f", "t", [scaled]).caption, "it is scaled already"
+    page = pytest.importorskip("cmcl.report.page")
+    nothing = run_of(
+        "digits-cmcl", calibration=scaled.record.calibration | {"reliability": few["scaled_reliability"]}
+    )
+    assert [figure.id for figure in page._calibration("x", [nothing])] == ["risk-x"], "no empty figure"
 
 
 def test_risk_coverage_by_hand():

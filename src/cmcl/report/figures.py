@@ -190,7 +190,7 @@ def reliability(id: str, title: str, runs: Sequence[Run]) -> Figure:
         f"images, at least {FEWEST}. On the diagonal it is calibrated, above underconfident, below "
         "overconfident."
     )
-    if len(panels) < 2:
+    if not any("scaled_ece" in run.measured.calibration for run in runs):
         caption += (
             " Temperature scaling fixes both: train with held-out data (validation), or run cmcl calibrate."
         )

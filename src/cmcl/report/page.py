@@ -129,10 +129,9 @@ def _paper_sections(inputs: Inputs, verdicts: Sequence[Verdict]) -> Iterator[Sec
 
 
 def _calibration(key: str, runs: Sequence[Run]) -> list[Figure]:
-    return [
-        figures.reliability(f"reliability-{key}", "Reliability", runs),
-        figures.risk_coverage(f"risk-{key}", "Risk and coverage", runs),
-    ]
+    reliability = figures.reliability(f"reliability-{key}", "Reliability", runs)
+    risk = figures.risk_coverage(f"risk-{key}", "Risk and coverage", runs)
+    return [reliability, risk] if reliability.panels else [risk]  # with few images no bin has enough
 
 
 def paper_figures(evidence: Evidence) -> dict[str, Figure | None]:
