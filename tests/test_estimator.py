@@ -355,6 +355,13 @@ class TestClassWeight:
         np.testing.assert_allclose([plain, smooth, weighted], [0.1, 0.18, 0.18], atol=0.03)
         np.testing.assert_allclose(smooth, weighted, rtol=1e-4)
 
+    def test_a_weight_is_that_of_an_example_with_smoothed_labels_too(self):
+        """A rare class far from the other, whose examples keep their label."""
+        y = (np.arange(300) % 50 == 0).astype(int)
+        X = np.random.default_rng(0).normal(size=(300, 2)) + 8 * y[:, None]
+        balanced = small(method="ie", epochs=20, class_weight="balanced", label_smoothing=0.1)
+        assert balanced.fit(X, y).score(X, y) == 1.0
+
     def test_nonsense(self, overlapping):
         with pytest.raises(ValueError, match="class_weight"):
             small(class_weight="unfair").fit(*overlapping)

@@ -232,7 +232,7 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
         like = next(self.ensemble_.parameters())
         on_device = torch.tensor(weights, dtype=like.dtype, device=find_device(self.device))
         smoothing = float(self.label_smoothing)
-        return partial(F.cross_entropy, weight=on_device, reduction="none", label_smoothing=smoothing)
+        return partial(_weighted_cross_entropy, weight=on_device, smoothing=smoothing)
 
     def _predict(self, X: Any) -> Prediction:
         check_is_fitted(self)
@@ -278,6 +278,11 @@ class CMCLClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # s
 
 def _is_raw(X: Array) -> bool:
     return X.dtype == np.uint8 and X.ndim == 4
+
+
+def _weighted_cross_entropy(logits: Tensor, targets: Tensor, *, weight: Tensor, smoothing: float) -> Tensor:
+    # torch's own weight= weighs the smoothed part by the other classes' weights: a rare one gets most of it
+    return weight[targets] * F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
 
 
 def _check_outputs(ensemble: Ensemble, x: Tensor, classes: int) -> None:
