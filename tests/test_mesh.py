@@ -154,16 +154,18 @@ class TestTheResultOfOneProcess:
 ON_GPU = [case for case in EXACT if case != "muon"]  # which computes in bf16 there
 
 
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory):
+    """The outcomes of two processes on one GPU."""
+    outcomes = Outcomes(tmp_path_factory.mktemp("gpu"), "cuda")
+    outcomes.train(2, ON_GPU)
+    return outcomes
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnOneGPU:
     """Two processes share a GPU and exchange by gloo: all but NCCL, which allows one process a GPU."""
-
-    @pytest.fixture(scope="class")
-    def on_gpu(self, tmp_path_factory):
-        outcomes = Outcomes(tmp_path_factory.mktemp("gpu"), "cuda")
-        outcomes.train(2, ON_GPU)
-        return outcomes
 
     @pytest.mark.parametrize("case", ON_GPU)
     def test_the_result_of_one_process(self, on_gpu, case, monkeypatch):
