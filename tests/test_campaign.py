@@ -309,6 +309,9 @@ def test_expected_seconds_come_from_records_of_the_same_device():
     )
     nearer = made_record("cifar10-resnet20-mcl", device="H200", steps=64_000, seconds=640.0)
     assert expected_seconds(mcl, [record, nearer], "H200") == pytest.approx(640.0), "its own recipe"
+    large = changed(record, recipe=record.recipe | {"batch_size": 512}, recipe_hash="0" * 16, seconds=1000.0)
+    alike = changed(mcl, batch_size=512)
+    assert expected_seconds(alike, [nearer, large], "H200") == pytest.approx(1000.0), "its batch size first"
     slow = changed(record, seed=1, seconds=1000.0)  # it shared the device
     assert expected_seconds(ie, [record, slow], "H200") == pytest.approx(320.0)
 

@@ -175,7 +175,7 @@ def expected_seconds(recipe: Recipe, records: Sequence[Record], device: str) -> 
     """
 
     def similar(record: Record) -> tuple[bool, ...]:
-        keys = ("adversarial", "sharing", "data", "members", "method")
+        keys = "batch_size", "network_options", "adversarial", "sharing", "data", "members", "method"
         same = (record.recipe.get(key) == getattr(recipe, key) for key in keys)
         return record.recipe_hash == recipe.hash, *same
 
