@@ -49,7 +49,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {  # the defaults first
     "IE, smooth": [{"label_smoothing": 0.1}],
     "MLP": [{}, {"learning_rate_init": 3e-3}, {"hidden_layer_sizes": [256, 256]}, {"alpha": 1e-2}],
     "HistGB": [{}, {"learning_rate": 0.05}, {"max_leaf_nodes": 15}, {"l2_regularization": 1.0}],
-    "TabM": [{}],
+    "TabM": [{}, {"lr": 5e-4}, {"d_block": 256}, {"dropout": 0.0}],
     "TabM, narrow": [
         {"d_block": 128},
         {"d_block": 128, "lr": 5e-4},

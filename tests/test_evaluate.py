@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import cmcl
-from cmcl import metrics
+from cmcl import calibration, metrics
 from cmcl.data.dataset import IGNORE, Dataset
 from cmcl.reproduction import find
 from cmcl.reproduction.evaluate import (
@@ -218,6 +218,23 @@ def test_the_ece_after_temperature_scaling():
     assert sum(means) / len(test) == pytest.approx(100 * probs.amax(1).mean().item(), abs=1e-3)
     assert found | {"calibration": None} == plain | {"calibration": None}
     assert expected["scaled_ece"] != plain["calibration"]["ece"]
+
+
+def test_the_ece_of_halves_that_calibrate_each_other():
+    """By hand: two temperatures, each for the examples that it was not fitted to; not of a few examples."""
+    ensemble, test = build(TINY, 0), cmcl.data.load("digits", split="test")[:150]
+    test = changed(test, images=test.images / 16)
+    found = evaluated(ensemble, test, batch_size=37)["calibration"]
+    probs = ensemble.predict(test.images).member_probs
+    even = calibration.fit_temperature(probs[:, ::2], test.targets[::2])
+    odd = calibration.fit_temperature(probs[:, 1::2], test.targets[1::2])
+    both = [calibration.apply_temperature(probs[:, n : n + 1], even if n % 2 else odd) for n in range(150)]
+    expected = metrics.percent(metrics.ece(torch.cat(both)[None], test.targets))
+    assert found["cross_fitted_ece"] == pytest.approx(expected, abs=1e-4)
+    assert even != odd
+    assert "cross_fitted_ece" not in evaluated(ensemble, test[:99])["calibration"]
+    ensemble.temperature = 0.5
+    assert "cross_fitted_ece" not in evaluated(ensemble, test)["calibration"], "it has its own"
 
 
 def test_with_sharing_and_ood_data():

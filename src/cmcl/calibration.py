@@ -4,6 +4,7 @@ M members, N examples, C classes. Everything works on `member_probs` (M, N, C), 
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
@@ -235,6 +236,19 @@ def fit_temperature(member_probs: Tensor, targets: Tensor, *, ignore_index: int 
 def apply_temperature(member_probs: Tensor, temperature: float) -> Tensor:
     """The averaged prediction (N, C, ...), its probabilities raised to 1 / temperature and normalised."""
     return scale_temperature(member_probs.mean(0), temperature)
+
+
+def cross_fitted_ece(member_probs: Tensor, targets: Tensor) -> float:
+    """ECE after temperature scaling where there are no held-out examples, as a fraction.
+
+    Examples with an even index are scaled by the temperature of the others, and these by theirs.
+    """
+    scaled = member_probs.mean(0)
+    with warnings.catch_warnings(action="ignore"):  # of a temperature at the end of its range
+        fitted = [fit_temperature(member_probs[:, half::2], targets[half::2]) for half in (0, 1)]
+    for half, temperature in enumerate(reversed(fitted)):
+        scaled[half::2] = apply_temperature(member_probs[:, half::2], temperature)
+    return metrics.ece(scaled[None], targets)
 
 
 def upper_bound(errors: int, n: int, level: float) -> float:

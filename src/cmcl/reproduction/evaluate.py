@@ -17,11 +17,12 @@ from .._messages import progress_bar
 from ..data.dataset import default_ignore_index
 from ..ensemble import Ensemble
 from ..training.preflight import inputs_of
-from ..training.scoring import errors
+from ..training.scoring import LARGEST, errors
 from .gallery import GalleryBuilder
 
 BINS = 50  # of an entropy histogram, from 0 to log C
 COVERAGES = 100  # points of the risk-coverage curve
+FEWEST = 100  # examples for two temperatures
 SPECIALISED = 0.9  # accuracy above which a member specialises in a class
 
 
@@ -49,9 +50,13 @@ def evaluate_run(
         gallery: collects images for the report.
     """
     entropies = Entropies()
+    averaged: list[Tensor] = []  # predictions of the first batches, if a temperature must be fitted to them
 
     def watch(probs: Tensor, start: int | None) -> None:
         entropies.update(probs, None if start is None else targets[start : start + probs.shape[1]])
+        wanted = start is not None and ensemble.temperature is None and targets.ndim == 1
+        if wanted and sum(map(Tensor.numel, averaged)) < LARGEST:
+            averaged.append(probs.mean(0))
         if gallery is not None and start is not None:
             gallery.update(probs, start)
 
@@ -62,6 +67,9 @@ def evaluate_run(
         again, _ = measured(mode="sampled", seed=seed, title=title and f"{title}, sampled masks")
         sampled = recorded_errors(again)
     after = {}
+    if averaged and len(known := torch.cat(averaged)) >= FEWEST:
+        found = calibration.cross_fitted_ece(known[None], targets[: len(known)])
+        after = {"cross_fitted_ece": metrics.percent(found)}
     if ensemble.temperature is not None:
         after = {
             "temperature": ensemble.temperature,
