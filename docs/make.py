@@ -245,7 +245,11 @@ GROUPS = {  # of the README's results: title -> recipes by method; those without
     ),
     "CIFAR-10, ResNet-20, modern recipe": ("cifar10-resnet20-w16-modern", TODAY),
 }
-MORE = MODERN | {"CIFAR-10, VGGNet-17": ("cifar10-vggnet17", PAPER)}
+LARGE = {
+    "CIFAR-10, VGGNet-17": ("cifar10-vggnet17", PAPER),
+    "CIFAR-10, GoogLeNet-18": ("cifar10-googlenet18", PAPER),
+}
+MORE = MODERN | LARGE
 
 
 def spread_of(values: Sequence[float]) -> str:

@@ -54,7 +54,10 @@ def error_against_seconds(records: Records) -> Figure | None:
         columns = zip(*map(_scores, found), strict=True)
         means = [None if None in column else fmean(column) for column in columns]
         rows.append([*_names(cell), *map(number, (*means, seconds)), number(len(found), 0)])
-    caption = "Top-1 error, mean over the seeds; bars: standard deviation. Training time: fastest run."
+    caption = (
+        "Top-1 error, mean over the seeds; bars: standard deviation. Training time: of the fastest run, "
+        "with its compilation."
+    )
     heads = ["Network", "Method", *COLUMNS, "Seconds", "n"]
     x = alt.X("seconds:Q", title="training, s").scale(type="log", nice=False, padding=18).axis(tickCount=5)
     y = alt.Y("error:Q", title="top-1 error, %").scale(zero=False).axis(tickCount=5)
