@@ -57,6 +57,12 @@ class Normed(Plain):
     norm = AnyNorm
 
 
+class Synced(Plain):
+    """With batch normalisation that asks for the statistics of all processes."""
+
+    norm = nn.SyncBatchNorm
+
+
 class Dropped(Plain):
     """With dropout."""
 
@@ -87,6 +93,7 @@ CASES = {
     "cmcl-shared-sampled": (SHARED, Plain, data(), {}),
     "uneven-loader": (replace(SHARED, steps=None, epochs=4.0, batch_size=11), Plain, loader(11, 48), {}),
     "batchnorm": (replace(SHARED, labels="exact"), Normed, data(), {}),
+    "syncbatchnorm": (replace(SHARED, labels="exact"), Synced, data(), {}),
     "accumulated": (replace(SHARED, batch_size=10, accumulate=2, clip_norm=0.5), Plain, data(), {}),
     "relaxed": (replace(RECIPE, rule="relaxed", evolve=0.5, warm_start=1, epochs=5, steps=None), Plain, data(), {}),
     "annealed": (replace(RECIPE, rule="annealed", overlap=1, beta=0.5), Plain, data(), {}),

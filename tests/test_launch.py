@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from cmcl.reproduction.record import load_records
 from cmcl.training.checkpoint import last_step
 from test_campaign import LONG, MCL, TINIES
 
-pytest.importorskip("submitit")
+submitit = pytest.importorskip("submitit")
 launch = pytest.importorskip("cmcl.reproduction.launch")
 OPTIONS = cmcl.Options(device="cpu", quiet=True)
 
@@ -41,6 +42,14 @@ def test_a_task_is_a_campaign_over_one_recipe_and_seed(work):
     assert pickle.loads(pickle.dumps(report)).left == {}  # noqa: S301
     assert again.function is task, "what submitit requeues before the time limit"
     assert task().records == [], "it has its record"
+
+
+def test_the_settings_of_sbatch_that_the_guide_names_exist():
+    guide = (Path(__file__).parents[1] / "docs" / "guides" / "many-machines.md").read_text()
+    listed = re.search(r"names it: (.+?), \.\.\.", guide, re.DOTALL)[1]
+    named = {*re.findall(r"--slurm ([a-z_]+)=", guide), *re.findall(r"`(\w+)`", listed)}
+    assert {"partition", "gpus_per_node", "mem", "cpus_per_task"} <= named
+    assert named <= submitit.SlurmExecutor._valid_parameters()
 
 
 def test_a_task_without_time_left_says_so(work):

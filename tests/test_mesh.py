@@ -36,7 +36,7 @@ from mesh_cases import CASES, MESHES, M, Plain, ensemble
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 EXACT = [case for case in CASES if case not in ("dropout", "bf16")]
-QUICK = ["ie", "cmcl-shared-sampled", "uneven-loader", "batchnorm", "auto"]
+QUICK = ["ie", "cmcl-shared-sampled", "uneven-loader", "batchnorm", "syncbatchnorm", "auto"]
 
 
 def torchrun(processes, *command, restarts=0, **more):
@@ -181,7 +181,7 @@ class TestOnOneGPU:
 class TestBytes:
     def test_of_a_step_worked_by_hand(self):
         """5 members, batch 12, 100 weights, 7 shared values, one BatchNorm of 4 channels; 2 x 2 processes."""
-        found = traffic(Shape(2, 2), 5, 12, Sizes(100, 7, (4,)))
+        found = traffic(Shape(2, 2), 5, 12, Sizes(100, 4 * 7, (4,)))
         # a process has up to 3 members and 6 examples
         assert found.scores == 5 * 6 * 4
         assert found.telemetry == (4 * 5 * 12 + 1 + 1) * 4  # task, KL, entropy, v; the loss; the norm
@@ -199,8 +199,9 @@ class TestBytes:
     @pytest.mark.parametrize("mesh", MESHES[2])
     def test_as_measured(self, outcomes, mesh):
         """The formula against what the collectives of 20 steps were given."""
-        outcomes.train(2, QUICK)
-        for case in ("ie", "batchnorm"):
+        cases = ("ie", "cmcl-shared-sampled", "batchnorm", "bf16")
+        outcomes.train(2, [*QUICK, "bf16"])
+        for case in cases:
             measured, per_step = outcomes.of(case, mesh)["bytes"]
             assert measured == mesh_cases.STEPS * per_step
 

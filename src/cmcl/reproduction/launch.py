@@ -70,7 +70,7 @@ def launch(
         launcher: "slurm": an array of jobs; the folders must be on a disk that all nodes see. "local":
             processes of this machine, which take its GPUs in turn.
         parallel: the number of tasks at a time.
-        settings: of sbatch, as submitit names them, such as partition, time, gpus_per_node and mem_gb.
+        settings: of sbatch, as submitit names them, such as partition, time, gpus_per_node and mem.
         how: the other arguments of `campaign`; `budget_seconds` is that of each task.
     """
     report = Report(work.missing())

@@ -118,21 +118,21 @@ class Traffic(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What one member exchanges: numbers of values."""
+    """What one member exchanges: numbers of values, if not said otherwise."""
 
     weights: int  # that are trained
-    features: int = 0  # that it shares of one example; 0 without sharing
+    features: int = 0  # that it shares of one example, in bytes; 0 without sharing
     channels: tuple[int, ...] = ()  # of each BatchNorm that is trained
 
 
 def traffic(shape: Shape, members: int, batch: int, sizes: Sizes) -> Traffic:
-    """Bytes of a step in float32, of the process with most members and examples."""
+    """Bytes of a step, of the process with most members and examples; all but features is float32."""
     own, examples = (math.ceil(n / parts) for n, parts in zip((members, batch), shape, strict=True))
     apart, split = shape.members > 1, shape.data > 1
     return Traffic(
         scores=4 * members * examples * apart,
         telemetry=4 * (4 * members * batch + 1 + apart) * (apart or split),
-        features=4 * 2 * members * examples * sizes.features * apart,
+        features=2 * members * examples * sizes.features * apart,
         statistics=4 * 2 * own * sum(2 * channels + 1 for channels in sizes.channels) * split,
         gradients=4 * own * sizes.weights * split,
     )
@@ -208,9 +208,14 @@ class Mesh:
     @contextmanager
     def batch_norm(self, ensemble: Ensemble) -> Iterator[None]:
         """Normalise by the statistics of the whole batch, in train mode and inside `apart`."""
-        found = [m for m in ensemble.modules() if isinstance(m, BATCH_NORM)] if self.shape.data > 1 else []
+        kind: Any = BATCH_NORM
+        forward: Callable[..., Tensor] = self._normalise
+        if self.shape.data == 1:  # SyncBatchNorm would add up the statistics of other members
+            kind, forward = nn.SyncBatchNorm, nn.BatchNorm1d.forward
+        modules = ensemble.modules() if self.size > 1 else ()
+        found = [m for m in modules if isinstance(m, kind) and normalises_as_usual(m)]
         for module in found:
-            module.forward = partial(self._normalise, module)
+            module.forward = partial(forward, module)
         try:
             yield
         finally:
@@ -219,7 +224,7 @@ class Mesh:
 
     def _normalise(self, module: nn.BatchNorm1d, x: Tensor) -> Tensor:
         if not (self.apart and module.training):
-            usual: Tensor = type(module).forward(module, x)
+            usual: Tensor = nn.BatchNorm1d.forward(module, x)
             return usual
         total = partial(_Total.apply, self, "data")
         h = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -126,7 +126,8 @@ def preflight(
     if augment is not None:
         _try_augment(augment, inputs.to(device), targets[:2].to(device))
     frozen = [part for m in ensemble.members if m.training for part in m.modules() if not part.training]
-    sizes = _sizes(ensemble, inputs[:1], frozen) if launched() > 1 else Sizes(0)
+    bf16 = options.precision_on(device.type) == "bf16"
+    sizes = _sizes(ensemble, inputs[:1], frozen, bf16=bf16) if launched() > 1 else Sizes(0)
     mesh = _mesh(ensemble, recipe, options, train, sizes)
     _check_batch_norm(ensemble, frozen, train, recipe, inputs[:1])
     for name, scored in (("the held-out part of train", held_out), ("test", test)):
@@ -456,12 +457,12 @@ def _stack(
     return (auto or options.members == "stacked") and stackable(ensemble, inputs)
 
 
-def _sizes(ensemble: Ensemble, inputs: Tensor, frozen: list[nn.Module]) -> Sizes:
-    """Numbers of values that the largest member exchanges with other processes."""
+def _sizes(ensemble: Ensemble, inputs: Tensor, frozen: list[nn.Module], *, bf16: bool) -> Sizes:
+    """What the largest member exchanges with other processes."""
     member = max(ensemble.members, key=lambda m: sum(p.numel() for p in m.parameters() if p.requires_grad))
     return Sizes(
         weights=sum(p.numel() for p in member.parameters() if p.requires_grad),
-        features=_shared_values(ensemble, inputs) if ensemble.share_after is not None else 0,
+        features=_shared_bytes(ensemble, inputs, bf16=bf16) if ensemble.share_after is not None else 0,
         channels=tuple(m.num_features for m in _batch_norms(member) if m not in frozen),
     )
 
@@ -470,15 +471,17 @@ def _batch_norms(module: nn.Module) -> list[Any]:
     return [part for part in module.modules() if isinstance(part, BATCH_NORM)]
 
 
-def _shared_values(ensemble: Ensemble, inputs: Tensor) -> int:
-    """How many values a member shares of one example."""
+def _shared_bytes(ensemble: Ensemble, inputs: Tensor, *, bf16: bool) -> int:
+    """How many bytes a member shares of one example."""
     parameter, member = next(ensemble.parameters()), ensemble.members[0]
-    with torch.no_grad(), in_eval(ensemble), torch.random.fork_rng([parameter.device] * parameter.is_cuda):
+    autocast = torch.autocast(parameter.device.type, torch.bfloat16, enabled=bf16)
+    random = torch.random.fork_rng([parameter.device] * parameter.is_cuda)
+    with torch.no_grad(), in_eval(ensemble), random, autocast:
         x = inputs.to(parameter.device)
         if ensemble.shared_stem is not None:
             x, _ = ensemble.shared_stem(member, x)
         h, _ = ensemble.stems[0](member, x)
-    return h[0].numel()
+    return h[0].nbytes
 
 
 def _batch_sizes(train: Data, batch_size: int) -> list[int]:
