@@ -79,6 +79,12 @@ def test_resume_needs_something_to_resume(train, tmp_path):
     assert code == 2
     assert f"holds tiny-cmcl--{TINY.hash}--seed1" in err
     assert train("--resume", "--seeds", 2)[0] == 0, "one of the two runs is there"
+    shutil.rmtree(tmp_path / FOLDER / "checkpoints")
+    record = (tmp_path / FOLDER / "record.json").read_bytes()
+    code, _, err = train("--resume")
+    assert code == 2
+    assert "holds a finished run without one" in err
+    assert (tmp_path / FOLDER / "record.json").read_bytes() == record, "it was not trained again"
 
 
 def test_the_best_of_several_runs_is_bold_on_a_terminal(train, cmcl, tmp_path, monkeypatch):

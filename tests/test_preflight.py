@@ -312,8 +312,18 @@ class TestNothingIsChanged:
             dict(ignore_index="some"),
             dict(seed=-1),
             dict(options=Options(quiet=True, device="cuda:99")),
+            dict(options=Options(quiet=True, device="cuda:99999999999")),
+            dict(options=Options(quiet=True, device="xpu:99")),
         ],
-        ids=["test", "recipe", "ignore_index", "seed", "device"],
+        ids=[
+            "test",
+            "recipe",
+            "ignore_index",
+            "seed",
+            "device",
+            "no number of a device",
+            "device that torch lacks",
+        ],
     )
     def test_by_a_mistake(self, wrong, tmp_path):
         ensemble, images = self.ensemble(), (data()[0] * 40 + 128).clamp(0, 255).byte()
@@ -325,6 +335,19 @@ class TestNothingIsChanged:
         assert identical(weights(ensemble), before)
         assert [m.training for m in ensemble.modules()] == modes
         assert not (tmp_path / "run").exists()
+
+    def test_by_a_first_step_that_fails(self):
+        class Picky(nn.Flatten):
+            def forward(self, x):
+                if self.training:
+                    raise RuntimeError("not while training")
+                return super().forward(x)
+
+        ensemble = Ensemble(lambda: nn.Sequential(Picky(), nn.Linear(25, CLASSES)), 2)
+        images = (data()[0] * 40 + 128).clamp(0, 255).byte()
+        with pytest.raises(RuntimeError, match="not while training"):
+            fit(ensemble, cmcl.data.Dataset(images, data()[1], tuple("abcd")), recipe=LINEAR, options=QUIET)
+        assert (ensemble.transform, ensemble.classes, ensemble.image_shape) == (None, None, None)
 
     def test_by_a_folder_of_another_run(self, tmp_path):
         train = cmcl.data.Dataset(data()[0], data()[1], tuple("abcd"))

@@ -401,6 +401,7 @@ def test_frozen():
     [
         (dict(device="gpu"), "device must be 'auto', 'cpu', 'cuda'.* Got 'gpu'"),
         (dict(device="cuda:x"), "device must .* Got 'cuda:x'"),
+        (dict(device="auto:3"), "device must .* Got 'auto:3'"),
         (dict(precision="fp8"), "precision must .* Got 'fp8'"),
         (dict(evaluate_every=-1), "evaluate_every must .* Got -1"),
         (dict(evaluation_batch=0), "evaluation_batch must .* Got 0"),

@@ -290,6 +290,15 @@ def test_bad_galleries_are_skipped(tmp_path, change):
     assert "gallery/gallery.json" in found.skipped[0]
 
 
+def test_a_pipe_in_a_gallery_is_not_read(tmp_path):
+    folder = save_run(tmp_path / "run", made_record("digits-ie"))
+    arrays = folder / "gallery" / "predictions.npz"
+    arrays.unlink()
+    os.mkfifo(arrays)
+    with pytest.warns(UserWarning, match="predictions must be a file"):
+        assert load([folder]).runs[0].gallery is None
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:skipped")
 @pytest.mark.parametrize("junk", [None, 0, "x", [], {}, [None], [[]], 10**400, -1], ids=lambda v: str(v)[:5])

@@ -619,8 +619,9 @@ class TestResume:
         (tmp_path / "notes.txt").write_text("mine")
         with pytest.raises(ValueError, match="must hold a checkpoint to resume from. It holds notes.txt."):
             go(tmp_path, resume=True)
-        with pytest.raises(ValueError, match="It holds nothing."):
+        with pytest.raises(ValueError, match="new must hold a checkpoint"):
             go(tmp_path / "new", resume=True)
+        assert not (tmp_path / "new").exists()
 
     def test_max_seconds(self, whole, tmp_path):
         with before_step(3, lambda: time.sleep(0.6)), pytest.raises(Interrupted) as stop:

@@ -156,7 +156,7 @@ def label_range(targets: Tensor, classes: int, ignore_index: int | None = None) 
     if int(low) < 0 or int(high) >= classes:  # as ints: a narrow type would take 300 for another number
         counted = numbers if ignore_index is None else numbers[numbers != ignore_index]
         low, high = counted.aminmax()
-        from_1 = (int(low), int(high)) == (1, classes)
+        from_1 = int(low) >= 1 and int(high) == classes
         hint = "subtract 1" if from_1 else "name a value to skip by ignore_index"
         raise ValueError(
             f"targets must be between 0 and {classes - 1} (classes on axis 2). "

@@ -286,6 +286,12 @@ def _check_folders(jobs: Sequence[Job], out: Path, resume: bool, longer: Mapping
             f"--resume must find a run to resume. Got none at {jobs[0].folder}; {out} holds {held}. Repeat "
             "the options of the interrupted command, or start a new run without --resume."
         )
+    for job in jobs if resume else ():
+        if (job.folder / "record.json").exists() and not last_step(job.folder):
+            raise ValueError(
+                f"{job.folder} must hold a checkpoint for --resume. It holds a finished run without one. "
+                f"Evaluate it with `cmcl evaluate {job.folder}`, or train it again with another --out."
+            )
     for job in () if resume else jobs:
         if (job.folder / "record.json").exists():
             state, hint = "finished", f"Evaluate it with `cmcl evaluate {job.folder}`"

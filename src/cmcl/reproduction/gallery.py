@@ -45,6 +45,8 @@ class Predictions(NamedTuple):
     @classmethod
     def load(cls, path: Path, classes: int) -> "Predictions":
         """Read and check what `GalleryBuilder` wrote; raises `ValueError`."""
+        if not path.is_file():  # a pipe would never end
+            raise ValueError(f"{path}: predictions must be a file. Got something else, or nothing.")
         try:
             with np.load(path, allow_pickle=False) as file:
                 found = cls(*(file[name] for name in cls._fields))

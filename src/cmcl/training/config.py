@@ -88,7 +88,7 @@ class Recipe:
     warm_start: Annotated[int, Field(ge=0)] = 0  # epochs of IE before the method
     adversarial: NotNegative = 0.0  # step of the fast gradient sign, a fraction of each input value's range
 
-    epochs: Positive | None = None  # give epochs or steps
+    epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None  # give epochs or steps
     steps: Count | None = None  # of the whole run
     batch_size: Count = 128  # examples of a step
     accumulate: Count = 1  # parts that a batch is computed in, to save memory
@@ -314,7 +314,8 @@ class Options:
     @classmethod
     def _known_device(cls, name: str) -> str:
         kind, _, number = name.partition(":")
-        if kind not in ("auto", "cpu", "cuda", "mps", "xpu") or not (number.isdecimal() or ":" not in name):
+        numbered = kind != "auto" and number.isdecimal()
+        if kind not in ("auto", "cpu", "cuda", "mps", "xpu") or (":" in name and not numbered):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda', 'cuda:1' or 'mps'. Got {name!r}.")
         return name
 

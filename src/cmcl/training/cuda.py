@@ -33,7 +33,15 @@ def find_device(name: str) -> torch.device:
     """The device of that name; "auto": a GPU if there is one, and for each process of `torchrun` another."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = first_line(error)
+        raise ValueError(
+            f"device must be one that torch can use. Got {name!r}. Use 'cpu'. Here torch says: {reason}"
+        ) from error
     if name == "cuda" and "TORCHELASTIC_RUN_ID" in os.environ and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -100,6 +100,8 @@ def fit(
     options = options or Options()
     if resume and out is None:
         raise ValueError("out must name the folder of the run to resume. Got None.")
+    if resume and out is not None and not Path(out).exists():
+        raise ValueError(f"{out} must hold a checkpoint to resume from. It does not exist.")
     how: dict[str, Any] = {"task": task, "ignore_index": ignore_index, "augment": augment}
     # raises, and changes nothing
     plan = preflight(ensemble, train, test, recipe=recipe, seed=seed, options=options, **how)
@@ -130,10 +132,7 @@ def fit(
             described = _describe(plan, batches, ignore_index, augment)
             mesh.equal("recipe, seed and data", f"{recipe.hash}, {plan.seed}, {described}")
             folder.restore(state, resume, task=task_name(task), data=described)
-            ensemble.transform, ensemble.classes = plan.transform, plan.classes
-            ensemble.image_shape = plan.image_shape
-            ensemble.temperature = None  # of other weights, if any
-            ensemble.flip_at_test |= recipe.flip_at_test
+            end.enter_context(_described(ensemble, plan, state))
         if recipe.method != "ie" and recipe.warm_start >= epochs:
             warn(
                 f"the run ends in its warm start ({recipe.warm_start} epochs of {epochs}), so it trains an "
@@ -237,6 +236,27 @@ def _on_device(ensemble: Ensemble, device: torch.device) -> Iterator[None]:
         yield
     except BaseException:
         ensemble.to(before)
+        raise
+
+
+@contextmanager
+def _described(ensemble: Ensemble, plan: Plan, state: TrainState) -> Iterator[None]:
+    """Set what the ensemble keeps of its data and recipe, and take it back if not one step succeeds."""
+    new = {
+        "transform": plan.transform,
+        "classes": plan.classes,
+        "image_shape": plan.image_shape,
+        "temperature": None,  # of other weights, if any
+        "flip_at_test": ensemble.flip_at_test or plan.recipe.flip_at_test,
+    }
+    before = {name: getattr(ensemble, name) for name in new}
+    try:
+        for name, value in new.items():
+            setattr(ensemble, name, value)
+        yield
+    except BaseException:
+        for name, value in before.items() if state.step == 0 else ():
+            setattr(ensemble, name, value)
         raise
 
 
