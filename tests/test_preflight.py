@@ -375,6 +375,10 @@ class TestFrozenModules:
         assert not any(seen)
         assert frozen.running_mean.equal(before[0])
         assert not free.running_mean.equal(before[1])
+        fit(ensemble, data(), recipe=LINEAR, options=QUIET)  # which finds all modules in eval mode
+        assert frozen.running_mean.equal(before[0])
+        fit(ensemble.train(), data(), recipe=LINEAR, options=QUIET)
+        assert not frozen.running_mean.equal(before[0]), "set free by train()"
 
     def test_a_network_in_eval_mode_is_trained(self):
         """As pretrained networks come, and as `fit` returns them."""

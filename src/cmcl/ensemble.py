@@ -79,6 +79,7 @@ class Ensemble(nn.Module):
     classes: Sequence[str] | None = None  # their names, if known; set by `fit`
     image_shape: tuple[int, ...] | None = None  # (C, H, W) of the Dataset that `fit` was given
     temperature: float | None = None  # of the averaged prediction, from calibration.fit_temperature
+    frozen: Sequence[nn.Module] = ()  # what the last `fit` kept in eval mode; the next one keeps it too
     flip_at_test = False  # average the logits for images with those for their mirror images
     stems: list[Stem]  # of each member: stem(member, x) -> (features h, rest)
     trunks: list[Trunk]  # of each member: trunk(member, h, rest) -> output

@@ -188,6 +188,7 @@ def fit(
         if state.average is not None:
             state.average.swap()
         ensemble.eval()
+        ensemble.frozen = plan.frozen
         if plan.held_out is not None:
             with torch.random.fork_rng(devices=[]):  # for masks drawn at test time
                 ensemble.temperature = held_out_temperature(

@@ -126,6 +126,7 @@ def preflight(
     if augment is not None:
         _try_augment(augment, inputs.to(device), targets[:2].to(device))
     frozen = [part for m in ensemble.members if m.training for part in m.modules() if not part.training]
+    frozen += [part for part in ensemble.frozen if not part.training and part not in frozen]
     bf16 = options.precision_on(device.type) == "bf16"
     sizes = _sizes(ensemble, inputs[:1], frozen, bf16=bf16) if launched() > 1 else Sizes(0)
     mesh = _mesh(ensemble, recipe, options, train, sizes)
