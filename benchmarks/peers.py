@@ -74,7 +74,7 @@ class Work:
     def __init__(self, network: str, members: int, device: str) -> None:
         self.name, self.network, self.members = network, NETWORKS[network], members
         self.device = torch.device(device)
-        n = 10 * self.network.batch
+        n = self.network.steps // 2 * self.network.batch  # so that an epoch is not much shorter than in use
         self.images = torch.randn(n, *self.network.shape, device=self.device)
         self.targets = torch.randint(self.network.classes, (n,), device=self.device)
 
