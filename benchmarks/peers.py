@@ -56,7 +56,7 @@ class MLP(nn.Sequential):
 class CNN(nn.Sequential):
     """Two convolutions and two linear layers for images of 16 x 16."""
 
-    shape, classes, batch, steps = (3, 16, 16), 10, 64, 80
+    shape, classes, batch, steps = (3, 16, 16), 10, 64, 200
 
     def __init__(self) -> None:
         first = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
