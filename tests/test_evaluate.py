@@ -16,6 +16,7 @@ from PIL import Image
 import cmcl
 from cmcl import calibration, metrics
 from cmcl.data.dataset import IGNORE, Dataset
+from cmcl.reproduction import evaluate as module
 from cmcl.reproduction import find
 from cmcl.reproduction.evaluate import (
     Entropies,
@@ -220,7 +221,7 @@ def test_the_ece_after_temperature_scaling():
     assert expected["scaled_ece"] != plain["calibration"]["ece"]
 
 
-def test_the_ece_of_halves_that_calibrate_each_other():
+def test_the_ece_of_halves_that_calibrate_each_other(monkeypatch):
     """By hand: two temperatures, each for the examples that it was not fitted to; not of a few examples."""
     ensemble, test = build(TINY, 0), cmcl.data.load("digits", split="test")[:150]
     test = changed(test, images=test.images / 16)
@@ -233,6 +234,12 @@ def test_the_ece_of_halves_that_calibrate_each_other():
     assert found["cross_fitted_ece"] == pytest.approx(expected, abs=1e-4)
     assert even != odd
     assert "cross_fitted_ece" not in evaluated(ensemble, test[:99])["calibration"]
+    monkeypatch.setattr(module, "LARGEST", 150 * 10 // 3)  # a third of the examples, from the whole test set
+    third = changed(test, images=test.images[::3], targets=test.targets[::3])
+    monkeypatch.setattr(module, "FEWEST", 50)
+    expected = evaluated(ensemble, test, batch_size=37)["calibration"]["cross_fitted_ece"]
+    monkeypatch.setattr(module, "LARGEST", 10**6)
+    assert evaluated(ensemble, third)["calibration"]["cross_fitted_ece"] == pytest.approx(expected, abs=1e-4)
     ensemble.temperature = 0.5
     assert "cross_fitted_ece" not in evaluated(ensemble, test)["calibration"], "it has its own"
 

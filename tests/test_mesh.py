@@ -370,12 +370,18 @@ class TestRefused:
             def forward(self, x):
                 return super().forward(x).relu()
 
-        def network():
-            return nn.Sequential(nn.Conv2d(1, 2, 3), Own(2), nn.Flatten(), nn.Linear(32, 4))
+        class OwnSync(nn.SyncBatchNorm):
+            def forward(self, x):
+                return super().forward(x).relu()
+
+        def network(norm=Own):
+            return nn.Sequential(nn.Conv2d(1, 2, 3), norm(2), nn.Flatten(), nn.Linear(32, 4))
 
         with pytest.raises(ValueError, match=r"BatchNorm must compute as torch's.*Got Own"):
             self.plan(Ensemble(network, M), mesh="data=4")
         self.plan(Ensemble(network, M), mesh="members=4")
+        with pytest.raises(ValueError, match=r"SyncBatchNorm must compute as torch's.*Got OwnSync"):
+            self.plan(Ensemble(lambda: network(OwnSync), M), mesh="members=4")
 
     @pytest.mark.parametrize("name", ["capture", "compile"])
     def test_a_cuda_graph_and_a_compiler(self, name):

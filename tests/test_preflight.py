@@ -312,6 +312,7 @@ class TestNothingIsChanged:
             dict(ignore_index="some"),
             dict(seed=-1),
             dict(options=Options(quiet=True, device="cuda:99")),
+            dict(options=Options(quiet=True, device="cuda:128")),
             dict(options=Options(quiet=True, device="cuda:99999999999")),
             dict(options=Options(quiet=True, device="xpu:99")),
         ],
@@ -321,7 +322,8 @@ class TestNothingIsChanged:
             "ignore_index",
             "seed",
             "device",
-            "no number of a device",
+            "negative for torch",
+            "no number for torch",
             "device that torch lacks",
         ],
     )
@@ -344,10 +346,12 @@ class TestNothingIsChanged:
                 return super().forward(x)
 
         ensemble = Ensemble(lambda: nn.Sequential(Picky(), nn.Linear(25, CLASSES)), 2)
+        ensemble.temperature, ensemble.classes = 0.5, tuple("wxyz")
         images = (data()[0] * 40 + 128).clamp(0, 255).byte()
         with pytest.raises(RuntimeError, match="not while training"):
             fit(ensemble, cmcl.data.Dataset(images, data()[1], tuple("abcd")), recipe=LINEAR, options=QUIET)
-        assert (ensemble.transform, ensemble.classes, ensemble.image_shape) == (None, None, None)
+        assert (ensemble.transform, ensemble.image_shape) == (None, None)
+        assert (ensemble.temperature, ensemble.classes) == (0.5, tuple("wxyz"))
 
     def test_by_a_folder_of_another_run(self, tmp_path):
         train = cmcl.data.Dataset(data()[0], data()[1], tuple("abcd"))

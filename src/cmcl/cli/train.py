@@ -290,7 +290,8 @@ def _check_folders(jobs: Sequence[Job], out: Path, resume: bool, longer: Mapping
         if (job.folder / "record.json").exists() and not last_step(job.folder):
             raise ValueError(
                 f"{job.folder} must hold a checkpoint for --resume. It holds a finished run without one. "
-                f"Evaluate it with `cmcl evaluate {job.folder}`, or train it again with another --out."
+                f"Evaluate it with `cmcl evaluate {job.folder}`, train it again with another --out, or leave "
+                "out its seed."
             )
     for job in () if resume else jobs:
         if (job.folder / "record.json").exists():

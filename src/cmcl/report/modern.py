@@ -55,8 +55,8 @@ def error_against_seconds(records: Records) -> Figure | None:
         means = [None if None in column else fmean(column) for column in columns]
         rows.append([*_names(cell), *map(number, (*means, seconds)), number(len(found), 0)])
     caption = (
-        "Top-1 error, mean over the seeds; bars: standard deviation. Training time: of the fastest run, "
-        "with its compilation."
+        "Top-1 error, mean over the seeds; bars: standard deviation. Training time: of the fastest run; that "
+        "of a single run includes its compilation."
     )
     heads = ["Network", "Method", *COLUMNS, "Seconds", "n"]
     x = alt.X("seconds:Q", title="training, s").scale(type="log", nice=False, padding=18).axis(tickCount=5)

@@ -50,13 +50,13 @@ def evaluate_run(
         gallery: collects images for the report.
     """
     entropies = Entropies()
-    averaged: list[Tensor] = []  # predictions of the first batches, if a temperature must be fitted to them
+    averaged: list[Tensor] = []  # predictions, if a temperature must be fitted to them
 
     def watch(probs: Tensor, start: int | None) -> None:
         entropies.update(probs, None if start is None else targets[start : start + probs.shape[1]])
-        wanted = start is not None and ensemble.temperature is None and targets.ndim == 1
-        if wanted and sum(map(Tensor.numel, averaged)) < LARGEST:
-            averaged.append(probs.mean(0))
+        if start is not None and ensemble.temperature is None and targets.ndim == 1:
+            step = _step(targets, probs.shape[2])
+            averaged.append(probs.mean(0)[-start % step :: step])
         if gallery is not None and start is not None:
             gallery.update(probs, start)
 
@@ -68,7 +68,7 @@ def evaluate_run(
         sampled = recorded_errors(again)
     after = {}
     if averaged and len(known := torch.cat(averaged)) >= FEWEST:
-        found = calibration.cross_fitted_ece(known[None], targets[: len(known)])
+        found = calibration.cross_fitted_ece(known[None], targets[:: _step(targets, known.shape[1])])
         after = {"cross_fitted_ece": metrics.percent(found)}
     if ensemble.temperature is not None:
         after = {
@@ -83,6 +83,11 @@ def evaluate_run(
         "calibration": _calibration(scores) | after,
         "entropy": entropies.compute(scores.classwise_accuracy > SPECIALISED),
     }
+
+
+def _step(targets: Tensor, classes: int) -> int:
+    """The distance between examples of which enough remain to fit temperatures to."""
+    return max(1, len(targets) * classes // LARGEST)
 
 
 def scored(

@@ -53,7 +53,8 @@ class Calibration(TypedDict):
     temperature: NotRequired[Annotated[float, Field(gt=0)]]  # of the ensemble, if it has one
     scaled_ece: NotRequired[Percent]  # ECE after scaling by the temperature
     scaled_reliability: NotRequired[Reliability]  # the bins behind the scaled ECE
-    # without a temperature: ECE after scaling each half of the examples by the temperature of the other half
+    # without a temperature: ECE after scaling each half of the examples by the temperature of the other half;
+    # of a part of them if there are very many
     cross_fitted_ece: NotRequired[Percent]
     nll: NotRequired[float]  # negative log-likelihood, in nats
     brier: NotRequired[float]  # Brier score, 0 to 2

@@ -88,7 +88,7 @@ class Recipe:
     warm_start: Annotated[int, Field(ge=0)] = 0  # epochs of IE before the method
     adversarial: NotNegative = 0.0  # step of the fast gradient sign, a fraction of each input value's range
 
-    epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None  # give epochs or steps
+    epochs: Annotated[float, Field(gt=0, le=10**9)] | None = None  # give epochs or steps
     steps: Count | None = None  # of the whole run
     batch_size: Count = 128  # examples of a step
     accumulate: Count = 1  # parts that a batch is computed in, to save memory

@@ -44,7 +44,8 @@ def find_device(name: str) -> torch.device:
         ) from error
     if name == "cuda" and "TORCHELASTIC_RUN_ID" in os.environ and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    number = int(name.partition(":")[2] or 0)  # torch would take 256 for 0
+    if device.type == "cuda" and max(number, device.index or 0) >= torch.cuda.device_count():
         found = f"{torch.cuda.device_count()} GPU" if torch.cuda.device_count() else "no GPU"
         raise ValueError(
             f"device must be one that torch can use. Got {name!r}, and torch finds {found}. Use 'cpu'."

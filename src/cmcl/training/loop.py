@@ -26,7 +26,7 @@ from .checkpoint import RunFolder
 from .choosing import overlap_errors
 from .config import Options, Recipe, check_seed
 from .cuda import Captured, captured, execution, use_compiler
-from .mesh import Mesh
+from .mesh import Mesh, rank
 from .preflight import AUTO, Plan, preflight, task_name
 from .progress import Progress
 from .scoring import evaluate_together, held_out_temperature
@@ -75,7 +75,8 @@ def fit(
 ) -> Result:
     """Train an ensemble of classifiers in place, by Algorithm 1 of the paper.
 
-    Modules that are in eval mode while their member is in train mode (a frozen BatchNorm) stay so.
+    Modules that are in eval mode while their member is in train mode (a frozen BatchNorm) stay so, also in
+    later calls, until `ensemble.train()`.
 
     Args:
         ensemble: what to train.
@@ -100,7 +101,7 @@ def fit(
     options = options or Options()
     if resume and out is None:
         raise ValueError("out must name the folder of the run to resume. Got None.")
-    if resume and out is not None and not Path(out).exists():
+    if resume and out is not None and rank() == 0 and not Path(out).exists():
         raise ValueError(f"{out} must hold a checkpoint to resume from. It does not exist.")
     how: dict[str, Any] = {"task": task, "ignore_index": ignore_index, "augment": augment}
     # raises, and changes nothing

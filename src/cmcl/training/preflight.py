@@ -434,6 +434,12 @@ def _mesh(ensemble: Ensemble, recipe: Recipe, options: Options, train: Data, siz
             f"data={processes}, or freeze=True."
         )
     own = [m for m in _batch_norms(ensemble) if not normalises_as_usual(m)]
+    if sync := [m for m in own if isinstance(m, nn.SyncBatchNorm)]:
+        raise ValueError(
+            "SyncBatchNorm must compute as torch's does with several processes, or it would add up the "
+            f"statistics of other members. Got {type(sync[0]).__name__}, which has a forward of its own; use "
+            "BatchNorm."
+        )
     if shape.data > 1 and own:
         raise ValueError(
             "BatchNorm must compute as torch's does with processes along data, whose statistics are taken "
