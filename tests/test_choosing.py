@@ -153,7 +153,7 @@ class TestHowItIsChosen:
             trained(XOR, replace(AUTO, epochs=1), out=tmp_path)
         with locked(tmp_path), pytest.raises(FolderInUseError):
             trained(XOR, replace(AUTO, epochs=1), out=tmp_path, resume=True)
-        with pytest.raises(ValueError, match="must hold a checkpoint to resume from"):
+        with pytest.raises(ValueError, match="must hold a checkpoint to resume from. It does not exist"):
             trained(XOR, replace(AUTO, epochs=1), out=tmp_path / "new", resume=True)
 
     def test_the_folder_is_taken_during_the_short_runs(self, tmp_path, monkeypatch):
