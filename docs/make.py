@@ -226,7 +226,13 @@ def modern_title(base: str) -> str:
 
 
 PAPER = {"IE": "-ie", "MCL": "-mcl", "CMCL": "-cmcl"}
-TODAY = {"IE": "-ie", "CMCL, plain": "-cmcl", "CMCL, shared features": "-cmcl-sharing"}
+TODAY = {
+    "IE": "-ie",
+    "CMCL, plain": "-cmcl",
+    "CMCL, plain, beta 0.75": "-cmcl-beta0.75",
+    "CMCL, shared features": "-cmcl-sharing",
+    "CMCL, shared features, beta 0.75": "-cmcl-sharing-beta0.75",
+}
 TODAY[modern.METHODS["single"]] = "-single"
 MODERN = {modern_title(base): (f"{base}-modern", TODAY) for base, *_ in MODERN_RUNS}
 GROUPS = {  # of the README's results: title -> recipes by method; those without a record are left out
@@ -539,8 +545,10 @@ def not_for() -> str:
     mine, other = "cifar10-resnet20-cmcl", "cifar10-resnet20-ie"
     (ours, *_), (ie, *_) = seeds_of(mine), seeds_of(other)
     vgg = compared("cifar10-vggnet17-cmcl", "cifar10-vggnet17-ie")
-    today = compared("cifar10-resnet20-w16-modern-cmcl", "cifar10-resnet20-w16-modern-ie")
-    shared, single = (seeds_of(f"cifar10-resnet20-w16-modern-{name}") for name in ("cmcl-sharing", "single"))
+    today = compared("cifar10-resnet20-w16-modern-cmcl-beta0.75", "cifar10-resnet20-w16-modern-ie")
+    shared, single = (
+        seeds_of(f"cifar10-resnet20-w16-modern-{name}") for name in ("cmcl-sharing-beta0.75", "single")
+    )
     found = json.loads((RESULTS / "rejecting.json").read_text())
     auroc = found["cmcl"]["ranking"]["disagreement"]["auroc"], found["ie"]["ranking"]["disagreement"]["auroc"]
     lines = [

@@ -35,7 +35,8 @@ DIGITS = find("digits-cmcl")
 TINY = replace(
     find("digits-300-cmcl"),
     members=3,
-    overlap=2,
+    sharing=True,
+    labels="sampled",
     epochs=None,
     steps=60,
     network_options=dict(DIGITS.network_options) | {"filters": [2, 4]},

@@ -21,7 +21,8 @@ from cmcl.training.config import Augment
 
 DIGITS = find("digits-cmcl")
 FILTERS = dict(DIGITS.network_options) | {"filters": [2, 4]}
-TINY = replace(find("digits-300-cmcl"), members=3, overlap=2, epochs=None, steps=2, network_options=FILTERS)
+BOTH = {"sharing": True, "labels": "sampled"}
+TINY = replace(find("digits-300-cmcl"), members=3, epochs=None, steps=2, network_options=FILTERS, **BOTH)
 TINY_SHAPES = replace(
     SHAPES, members=2, epochs=None, steps=1, batch_size=4, subset=8, network_options={"filters": [2, 2]}
 )
@@ -301,7 +302,7 @@ def test_a_run_folder_behind_a_link(train, tmp_path, monkeypatch):
 class TestChange:
     def test_values_are_the_recipes_own(self):
         """1 and 1.0 are one recipe, with one hash and one folder."""
-        assert change(DIGITS, {"epochs": float(DIGITS.epochs), "beta": 0.75, "lr": DIGITS.lr}) == DIGITS
+        assert change(DIGITS, {"epochs": float(DIGITS.epochs), "beta": 0.25, "lr": DIGITS.lr}) == DIGITS
         assert change(DIGITS, {"epochs": 2.5}).epochs == 2.5
         for name in ("beta", "clip_norm", "decay", "momentum", "share_prob"):
             assert change(DIGITS, {name: 1}).hash == change(DIGITS, {name: 1.0}).hash != DIGITS.hash, name

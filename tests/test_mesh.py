@@ -720,6 +720,7 @@ class TestTheCommandLine:
     """`torchrun -m cmcl train` gives the record of one process, and says what travels."""
 
     TRAIN = ("-m", "cmcl", "train", "digits-cmcl", "--steps", "25", "--set", "network_options.dropout=0")
+    TRAIN += ("--sharing", "--labels", "sampled")
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("processes", "mesh"), [(n, mesh) for n in (2, 4) for mesh in MESHES[n]])

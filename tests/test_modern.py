@@ -1,6 +1,7 @@
 """The campaign of today's training: complete recipes, and its two figures from made-up records."""
 
 import json
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -10,12 +11,14 @@ from scipy import stats
 from cmcl.networks import NETWORKS
 from cmcl.reproduction.cells import CELLS, MODERN_CELLS, select
 from cmcl.reproduction.recipes import MODERN_RUNS, RECIPES
+from cmcl.training import Recipe
 from report_samples import made_record, save_results
 
 pytest.importorskip("altair")
 save = pytest.importorskip("cmcl.report.figures").save
 modern = pytest.importorskip("cmcl.report.modern")
 
+DEFAULT = (Recipe.beta, Recipe.overlap)
 BASES = list(dict.fromkeys(base for base, _, _ in MODERN_RUNS))
 
 
@@ -29,20 +32,30 @@ def weights(name):
 @pytest.mark.parametrize("base", BASES)
 def test_the_methods_of_a_base_are_trained_alike(base):
     recipes = {method: RECIPES[name] for b, method, name in MODERN_RUNS if b == base}
-    assert list(recipes) == ["single", "ie", "cmcl", "cmcl-sharing"]
-    ie = recipes["ie"].to_json()
+    ie, paper = recipes["ie"].to_json(), recipes.keys() - {"single", "ie", "cmcl", "cmcl-sharing"}
     differ = {m: {k for k, v in recipe.to_json().items() if v != ie[k]} for m, recipe in recipes.items()}
-    assert differ == {
+    assert {m: fields for m, fields in differ.items() if m not in paper} == {
         "single": {"members", "network_options"},
         "ie": set(),
-        "cmcl": {"method", "overlap"},
-        "cmcl-sharing": {"method", "overlap", "sharing"},
+        "cmcl": {"method", "beta", "overlap"},
+        "cmcl-sharing": {"method", "beta", "overlap", "sharing"},
     }
-    assert recipes["cmcl"].overlap == recipes["ie"].members - 1 == 4
-    assert recipes["ie"].validation, "for the temperature"
+    assert {(recipes[m].beta, recipes[m].overlap) for m in ("cmcl", "cmcl-sharing")} == {DEFAULT}
+    for method in paper:
+        beside = replace(recipes[method], beta=DEFAULT[0], overlap=DEFAULT[1])
+        assert beside == recipes[method.removesuffix("-beta0.75")]
+        assert (recipes[method].beta, recipes[method].overlap) == (0.75, 4)
+    assert ie["validation"], "for the temperature"
     assert recipes["ie"].flip_at_test == (recipes["ie"].data != "svhn"), "mirrored digits are others"
     five = recipes["ie"].members * weights(f"{base}-modern-ie")
     assert weights(f"{base}-modern-single") == pytest.approx(five, rel=0.02)
+
+
+def test_a_newcomers_recipe_has_the_librarys_default():
+    recipe = RECIPES["digits-cmcl"]
+    assert (recipe.beta, recipe.overlap) == DEFAULT
+    assert not recipe.sharing
+    assert recipe.labels == "exact"
 
 
 def test_the_campaign_has_a_word_of_its_own():
