@@ -13,6 +13,7 @@ import argparse
 import ast
 import copy
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from cmcl import Ensemble, Options, networks
+from cmcl.networks.resnet import Shortcut
 from cmcl.reproduction.environment import commit, device_name, versions
 from cmcl.training.batches import Resident
 from cmcl.training.cuda import Captured, Compiler, captured, execution
@@ -92,6 +94,73 @@ class Grouped:
         run = torch.vmap(partial(functional_call, self.one), randomness="different")
         logits = run((weights, statistics), torch.stack(inputs))
         return logits.unbind(0), [value.detach() for value in statistics.values()]
+
+
+class Fused(nn.Module):
+    """Members fused horizontally, as HFTA does it: channels of all side by side, convolutions in M groups.
+
+    For networks whose layers keep the channels of a member together: not for concatenated branches.
+    """
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.count, self.network = len(members), fused(members)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, C, H, W) to logits (M, B, classes)."""
+        logits: Tensor = self.network(x.repeat(1, self.count, 1, 1))
+        return logits.unflatten(1, (self.count, -1)).transpose(0, 1)
+
+
+class FusedLinear(nn.Module):
+    """Linear layers: (B, M*I) to (B, M*O)."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack([layer.weight.detach().mT for layer in layers]))  # (M, I, O)
+        self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in layers])[:, None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A batched matrix product."""
+        own = x.unflatten(1, (len(self.weight), -1)).transpose(0, 1)
+        return torch.baddbmm(self.bias, own, self.weight).transpose(0, 1).flatten(1)
+
+
+class EachMember(nn.Module):
+    """A layer without weights that adds channels: each member's on its own."""
+
+    def __init__(self, layer: nn.Module, members: int) -> None:
+        super().__init__()
+        self.layer, self.members = layer, members
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, M*C, ...) to (B, M*C', ...)."""
+        apart: Tensor = self.layer(x.unflatten(1, (self.members, -1)).flatten(0, 1))
+        return apart.unflatten(0, (-1, self.members)).flatten(1, 2)
+
+
+def fused(alike: Sequence[nn.Module]) -> nn.Module:
+    """The same module of all members as one."""
+    first, m = alike[0], len(alike)
+    if isinstance(first, nn.Linear):
+        return FusedLinear(alike)
+    if isinstance(first, Shortcut):
+        return EachMember(first, m)
+    new: nn.Module
+    if isinstance(first, nn.Conv2d):
+        size: Any = first.kernel_size, first.stride, first.padding, first.dilation, m * first.groups
+        new = nn.Conv2d(m * first.in_channels, m * first.out_channels, *size, bias=first.bias is not None)
+    elif isinstance(first, nn.BatchNorm2d):
+        new = nn.BatchNorm2d(m * first.num_features, first.eps, first.momentum)
+    else:
+        new = copy.deepcopy(first)
+        for name, _ in first.named_children():
+            setattr(new, name, fused([getattr(module, name) for module in alike]))
+        return new
+    for name, value in new.state_dict().items():
+        if value.ndim:  # not the number of batches
+            value.copy_(torch.cat([module.state_dict()[name] for module in alike]))
+    return new.to(next(first.parameters()).device)
 
 
 def measure(asked: argparse.Namespace, members: int, *, grouped: bool) -> float:

@@ -1,9 +1,11 @@
 """Milliseconds of a training step: `cmcl` beside plain PyTorch and other libraries, on the same work.
 
     pip install --group benchmarks                       # tabm
-    pip install --no-deps torchensemble                  # Ensemble-PyTorch, if it is to be measured
+    pip install --no-deps torchensemble                  # and other peers that are to be measured
     python benchmarks/peers.py --network mlp --out results/bench/peers-mlp-cpu.jsonl
     python benchmarks/peers.py --network cnn --members 1,5 --rounds 5
+    python benchmarks/peers.py --device cuda --network resnet20:5,resnet20:25,smallcnn:5 --rounds 3 \\
+        --target 0.3 --seconds 300 --also-predict 1024 --out peers-gpu.jsonl
     python benchmarks/peers.py table results/bench/peers-mlp-cpu.jsonl
     python benchmarks/peers.py --predict 1024            # a prediction of so many examples, not a step
     python benchmarks/peers.py sizes                     # where stacked members are faster on a CPU
@@ -11,322 +13,151 @@
 
 Every contender trains the same networks on the same batch size, in turn within each round; the table has
 medians over rounds, and their ratio to a plain loop over the members. On a CPU, times are those of the
-process, on one thread (--threads), so that other processes disturb them little. `fit` is measured by the
-difference between two lengths: without its start, and with all that it does (order, telemetry, checks).
+process, on one thread (--threads), so that other processes disturb them little. `fit` is measured from the
+end of its first epoch on: without its start, and with all that it does (order, telemetry, checks). On a GPU
+each `fit` runs once, before the rounds, because it is compiled; of each network the first one is compiled
+anew, later ones find parts of it in the compiler's files. Peak memory is beside the data's. A contender that
+fails, or for which there is no time, is left out. contenders.py has them all.
 
 M members, B batch, C classes.
 """
 
 import argparse
-import contextlib
-import copy
+import gc
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from contenders import NETWORKS, Contender, Network, Work, cmcl_fit, contenders, predictors
+from engine import fast_kernels
+from torch import nn
 
 import cmcl
-from cmcl.ensemble import prediction, probabilities
+from cmcl.reproduction.environment import commit
 from cmcl.stacking import pays
 
-Step = Callable[[], object]
-LR, MOMENTUM = 0.01, 0.9
+
+def run_rounds(found: dict[str, Contender], rounds: int, deadline: float, *, cuda: bool) -> None:
+    """Measure all, in turn within each round; the first round warms up, and on a GPU has the whole runs."""
+    order = sorted(found, key=importance) if cuda else list(found)
+    for number in range(rounds + 1):
+        for name in order:
+            contender = found[name]
+            late = time.perf_counter() > deadline
+            if late or contender.failed or (contender.whole and (number == 0) != cuda):
+                continue
+            try:
+                times = watched(contender) if contender.peak_gib is None and cuda else contender()
+            except Exception as error:  # one of them must not end the measurement of the others
+                print(f"  {name}: {type(error).__name__}: {error}"[:2000], file=sys.stderr, flush=True)
+                contender.failed, contender.step = True, None
+                continue
+            if number or contender.whole:
+                contender.ms += [1e3 * seconds for seconds in times]
 
 
-class MLP(nn.Sequential):
-    """16-128-128-26, as for the letters of the UCI repository."""
-
-    shape, classes, batch, steps = (16,), 26, 64, 400
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 26))
-
-
-class CNN(nn.Sequential):
-    """Two convolutions and two linear layers for images of 16 x 16."""
-
-    shape, classes, batch, steps = (3, 16, 16), 10, 64, 200
-
-    def __init__(self) -> None:
-        first = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
-        second = nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
-        super().__init__(*first, *second, nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
+def importance(name: str) -> int:
+    """The place of a contender in a round, if time is short."""
+    first = (
+        "cmcl.fit, CMCL",
+        "cmcl.fit, IE",
+        "cmcl.fit, CMCL, sharing, sampled",
+        "plain loop, IE",
+        "one member",
+    )
+    return first.index(name) if name in first else 6 if name.startswith("Ensemble-PyTorch") else 5
 
 
-NETWORKS = {"mlp": MLP, "cnn": CNN}
-LAYER = {"mlp": "1", "cnn": "1"}  # after which features are shared
+def watched(contender: Contender) -> list[float]:
+    """Its first measurement, with the peak of its memory."""
+    if contender.whole:
+        torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    times = contender()
+    contender.peak_gib = (torch.cuda.max_memory_reserved() - before) / 2**30
+    return times
 
 
-class Work:
-    """The data of one measurement."""
-
-    def __init__(self, network: str, members: int, device: str) -> None:
-        self.name, self.network, self.members = network, NETWORKS[network], members
-        self.device = torch.device(device)
-        n = self.network.steps // 2 * self.network.batch  # so that an epoch is not much shorter than in use
-        self.images = torch.randn(n, *self.network.shape, device=self.device)
-        self.targets = torch.randint(self.network.classes, (n,), device=self.device)
-
-    def build(self) -> list[nn.Module]:
-        """New networks."""
-        return [self.network().to(self.device) for _ in range(self.members)]
-
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches without end."""
-        size = self.network.batch
-        while True:
-            for start in range(0, len(self.images), size):
-                yield self.images[start : start + size], self.targets[start : start + size]
-
-
-def sgd(parameters: object) -> torch.optim.Optimizer:
-    """The optimizer of all contenders."""
-    return torch.optim.SGD(parameters, LR, MOMENTUM, fused=True)  # type: ignore[arg-type]
-
-
-def plain_loop(work: Work, *, members: int | None = None) -> Step:
-    """One network after the other, each with its own optimizer: what people write."""
-    networks, batches = work.build()[:members], work.batches()
-    optimizers = [sgd(network.parameters()) for network in networks]
-
-    def step() -> None:
-        x, y = next(batches)
-        for network, optimizer in zip(networks, optimizers, strict=True):
-            optimizer.zero_grad()
-            F.cross_entropy(network(x), y).backward()
-            optimizer.step()
-
-    return step
-
-
-def plain_cmcl(work: Work) -> Step:
-    """The authors' formulation in plain PyTorch: one loss of all members, the K smallest of CE - beta KL."""
-    networks, batches, k, beta = nn.ModuleList(work.build()), work.batches(), max(1, work.members - 1), 0.25
-    optimizer = sgd(networks.parameters())
-
-    def step() -> None:
-        x, y = next(batches)
-        logs = torch.stack([network(x).log_softmax(1) for network in networks])  # (M, B, C)
-        ce = torch.stack([F.nll_loss(log, y, reduction="none") for log in logs])
-        kl = -logs.mean(2) - torch.log(torch.tensor(float(logs.shape[2])))
-        best = (ce - beta * kl).detach().topk(k, dim=0, largest=False).indices
-        v = torch.zeros_like(ce).scatter_(0, best, 1.0)
-        optimizer.zero_grad()
-        (v * ce + beta * (1 - v) * kl).sum(0).mean().backward()
-        optimizer.step()
-
-    return step
-
-
-def vmap(work: Work) -> Step:
-    """`torch.func`: stacked weights, one network's code for all, by torch.vmap."""
-    networks, batches = work.build(), work.batches()
-    weights, buffers = stack_module_state(networks)
-    base = copy.deepcopy(networks[0]).to("meta")
-    optimizer = sgd(list(weights.values()))
-    call = torch.vmap(lambda w, b, x: functional_call(base, (w, b), (x,)), in_dims=(0, 0, None))
-
-    def step() -> None:
-        x, y = next(batches)
-        optimizer.zero_grad()
-        logits = call(weights, buffers, x)
-        (F.cross_entropy(logits.flatten(0, 1), y.repeat(work.members)) * work.members).backward()
-        optimizer.step()
-
-    return step
-
-
-def tabm_layers(work: Work) -> Step:
-    """Batched matrices, as in `tabm.LinearEnsemble`: the limit for a network written for it."""
-    from tabm import EnsembleView, LinearEnsemble
-
-    m, batches = work.members, work.batches()
-    linear = partial(LinearEnsemble, k=m)
-    layers = linear(16, 128), nn.ReLU(), linear(128, 128), nn.ReLU(), linear(128, 26)
-    network = nn.Sequential(EnsembleView(k=m), *layers).to(work.device)  # (B, M, C)
-    optimizer = sgd(network.parameters())
-
-    def step() -> None:
-        x, y = next(batches)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(network(x).flatten(0, 1), y.repeat_interleave(m)) * m
-        loss.backward()
-        optimizer.step()
-
-    return step
-
-
-def fitted(run: Callable[[int], object], steps: int) -> float:
-    """Seconds of one step of a function that trains for some steps."""
-    times = []
-    for length in (steps // 2, steps):
-        began = clock()
-        run(length)
-        times.append(clock() - began)
-    return (times[1] - times[0]) / (steps - steps // 2)
-
-
-def ensemble_pytorch(work: Work, steps: int) -> float:
-    """Ensemble-PyTorch's VotingClassifier."""
-    import logging
-
-    from torchensemble import VotingClassifier
-
-    logger, cuda = logging.getLogger("silent"), work.device.type == "cuda"
-    logger.setLevel(logging.CRITICAL)
-
-    data = TensorDataset(work.images, work.targets)
-    order = BatchSampler(RandomSampler(data), work.network.batch, drop_last=True)
-    loader = DataLoader(
-        data, sampler=order, batch_size=None
-    )  # a slice for each batch, not example by example
-
-    def run(length: int) -> None:
-        model = VotingClassifier(estimator=work.network, n_estimators=work.members, cuda=cuda, n_jobs=1)
-        model.logger, model.tb_logger = logger, None  # it would write files into the working folder
-        model.set_optimizer("SGD", lr=LR, momentum=MOMENTUM)
-        with contextlib.redirect_stdout(None):  # it prints the first batch of every epoch
-            model.fit(loader, epochs=length // len(loader), log_interval=10**9, save_model=False)
-
-    return fitted(run, steps)
-
-
-def cmcl_fit(work: Work, steps: int, *, share: bool = False, members: str = "auto", **how: object) -> float:
-    """`cmcl.fit`, the whole loop."""
-
-    def run(length: int) -> None:
-        layer = LAYER[work.name] if share and work.members > 1 else None
-        own = cmcl.Ensemble(work.build(), share_after=layer)
-        recipe = cmcl.Recipe(
-            steps=length, batch_size=work.network.batch, members=work.members, lr=LR, momentum=MOMENTUM, **how
-        )
-        options = cmcl.Options(device=str(work.device), quiet=True, members=members)
-        cmcl.fit(own, (work.images, work.targets), recipe=recipe, options=options)
-
-    return fitted(run, steps)
-
-
-def predictors(work: Work, examples: int) -> dict[str, Callable[[], float]]:
-    """Name -> a function that measures seconds of one prediction, of averaged probabilities (B, C)."""
-    networks, m = nn.ModuleList(work.build()).eval(), work.members
-    x = torch.randn(examples, *work.network.shape, device=work.device)
-    weights, buffers = stack_module_state(list(networks))
-    base = copy.deepcopy(networks[0]).to("meta")
-    call = torch.vmap(lambda w, b: functional_call(base, (w, b), (x,)))
-    ensemble = cmcl.Ensemble(list(networks))
-
-    def by_hand() -> Tensor:
-        h = x.T.expand(m, -1, -1)
-        for layer in (0, 2, 4):
-            h = torch.baddbmm(weights[f"{layer}.bias"][..., None], weights[f"{layer}.weight"], h)
-            h = h.relu() if layer < 4 else h
-        return h.mT
-
-    logits = {
-        "one member": lambda: networks[0](x)[None],
-        "plain loop": lambda: torch.stack([network(x) for network in networks]),
-        "torch.vmap": lambda: call(weights, buffers),
-    }
-    if work.name == "mlp":
-        logits["batched matrices by hand"] = by_hand
-    probs: dict[str, Step] = {n: lambda make=make: make().softmax(2).mean(0) for n, make in logits.items()}
-    if _installed("torchensemble"):
-        from torchensemble import VotingClassifier
-
-        peer = VotingClassifier(estimator=work.network, n_estimators=m, cuda=work.device.type == "cuda")
-        peer.estimators_ = networks
-        probs["Ensemble-PyTorch"] = lambda: peer(x)
-    if work.name == "mlp":
-        probs["by hand, entropies as well"] = lambda: prediction(probabilities(by_hand()))
-    probs["Ensemble.predict"] = lambda: ensemble.predict(x)
-    steps = max(10, 20_000 // examples)
-    return {name: partial(torch.no_grad()(per_step), step, steps) for name, step in probs.items()}
-
-
-def clock() -> float:
-    """Seconds; of this process alone where one thread computes."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
-def per_step(step: Step, steps: int) -> float:
-    """Seconds of one call."""
-    for _ in range(max(1, steps // 10)):
-        step()
-    began = clock()
-    for _ in range(steps):
-        step()
-    return (clock() - began) / steps
-
-
-def contenders(work: Work) -> dict[str, Callable[[], float]]:
-    """Name -> a function that measures seconds of one step."""
-    steps = work.network.steps
-    loops = {
-        "one member": partial(plain_loop, members=1),
-        "plain loop, IE": plain_loop,
-        "plain PyTorch, CMCL": plain_cmcl,
-        "torch.vmap, IE": vmap,
-    }
-    if work.name == "mlp":
-        loops["tabm.LinearEnsemble, IE"] = tabm_layers
-    found = {name: partial(per_step, make(work), steps) for name, make in loops.items()}
-    if _installed("torchensemble"):
-        found["Ensemble-PyTorch, IE"] = partial(ensemble_pytorch, work, steps)
-    found |= {
-        "cmcl.fit, IE": partial(cmcl_fit, work, steps, method="ie"),
-        "cmcl.fit, CMCL": partial(cmcl_fit, work, steps),
-        "cmcl.fit, CMCL, sharing, sampled": partial(cmcl_fit, work, steps, share=True, labels="sampled"),
-        "cmcl.fit, CMCL, sequential": partial(cmcl_fit, work, steps, members="sequential"),
-    }
-    return found
-
-
-def _installed(name: str) -> bool:
+def measure_one(
+    args: argparse.Namespace, name: str, members: int, examples: int, deadline: float
+) -> list[dict]:
+    """The rows of a network with so many members: of a step, or of a prediction of `examples`."""
+    title, began = f"{name}, M = {members}" + (f", predict {examples}" * bool(examples)), time.perf_counter()
+    if began > deadline:
+        print(f"{title}: left out, no time left", file=sys.stderr, flush=True)
+        return []
+    gc.collect()
+    cuda = torch.device(args.device).type == "cuda"
     try:
-        __import__(name)
-    except ImportError:
-        return False
-    return True
+        work = Work(name, members, args.device, args.steps)
+        found = predictors(work, examples) if examples else contenders(work)
+    except Exception as error:
+        print(f"{title}: {type(error).__name__}: {error}"[:2000], file=sys.stderr, flush=True)
+        return []
+    for contender in found.values():
+        contender.target = args.target
+    with fast_kernels() if cuda else nullcontext(), torch.inference_mode() if examples else nullcontext():
+        run_rounds(found, args.rounds, deadline, cuda=cuda)
+    where = torch.cuda.get_device_name() if cuda else f"CPU, {args.threads} thread"
+    facts = {"torch": torch.__version__, "device": where, "commit": commit()}
+    rows = []
+    for label, one in found.items():
+        if not one.ms:
+            print(f"  {label}: left out" + ("" if one.failed else ", no time left"), file=sys.stderr)
+            continue
+        row = {"network": name, "members": members, "contender": label, "ms": one.ms}
+        if examples:
+            row["predict"] = examples
+        elif cuda:
+            row["first_step_s"] = one.first_step_s
+        row |= {"peak_gib": one.peak_gib} if cuda else {}
+        rows.append(row | facts)
+    print(f"{title}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    return rows
 
 
 def measure(args: argparse.Namespace) -> None:
     """Print, and append to --out, the times of all contenders."""
     torch.set_num_threads(args.threads)
-    rows = []
-    for members in map(int, args.members.split(",")):
-        work = Work(args.network, members, args.device)
-        measured: dict[str, list[float]] = {}
-        own = predictors(work, args.predict) if args.predict else contenders(work)
-        for number in range(args.rounds + 1):
-            for name, seconds in own.items():
-                if number:  # the first round warms up
-                    measured.setdefault(name, []).append(1e3 * seconds())
-                elif "fit" not in name and "Ensemble" not in name:
-                    seconds()
-        where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {args.threads} thread"
-        for name, times in measured.items():
-            row = {"network": args.network, "members": members, "contender": name, "ms": times}
-            row |= {"predict": args.predict} if args.predict else {}
-            rows.append(row | {"torch": torch.__version__, "device": where})
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows[-len(measured) :])
-    print(table(rows))
+    rows, deadline, predicted = list[dict](), time.perf_counter() + args.seconds, set()
+    for name, members in jobs(args):
+        examples = [args.predict]
+        if args.also_predict and name not in predicted:
+            examples.append(args.also_predict)
+        predicted.add(name)
+        for number in examples:
+            own = measure_one(args, name, members, number, deadline)
+            rows += own
+            if args.out:
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                with args.out.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in own)
+    print(tables(rows))
+
+
+def jobs(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """Networks and numbers of members, in their order."""
+    items = [item.partition(":") for item in args.network.split(",")]
+    return [(name, int(m)) for name, _, one in items for m in (one or args.members).split(",")]
+
+
+def tables(rows: list[dict]) -> str:
+    """A table for each network and kind of work, and on a GPU what was wanted there."""
+    kinds: dict[tuple, list[dict]] = {}
+    for row in rows:
+        kinds.setdefault((row["network"], row.get("predict"), row["device"]), []).append(row)
+    parts = [table(own) for own in kinds.values()]
+    steps = [row for row in rows if "predict" not in row and not row["device"].startswith("CPU")]
+    return "\n\n".join(parts + ([goals(steps)] if steps else []))
 
 
 def table(rows: list[dict]) -> str:
@@ -336,13 +167,54 @@ def table(rows: list[dict]) -> str:
     work = f"prediction of {first['predict']}" if "predict" in first else "step"
     lines = [f"{first['network']}, {first['device']}, torch {first['torch']}: ms per {work} (ratio)", ""]
     lines.append(f"{'':34}" + "".join(f"{f'M = {count}':>16}" for count in counts))
-    medians = {(r["contender"], r["members"]): statistics.median(r["ms"]) for r in rows}
-    for name in dict.fromkeys(row["contender"] for row in rows):
+    medians = medians_of(rows)
+    names = dict.fromkeys(row["contender"] for row in rows)
+    for name in names:
         cells = []
         for count in counts:
             ms, plain = medians.get((name, count)), medians.get((base, count))
-            cells.append(f"{ms:9.2f} ({ms / plain:.2f})" if ms and plain else "")
+            cells.append(f"{ms:9.2f} ({ms / plain:.2f})" if ms and plain else f"{ms:9.2f}" if ms else "")
         lines.append(f"{name:34}" + "".join(f"{cell:>16}" for cell in cells))
+    for key, title in {
+        "first_step_s": "seconds until the first step",
+        "peak_gib": "peak memory, GiB",
+    }.items():
+        found = {(r["contender"], r["members"]): r[key] for r in rows if r.get(key) is not None}
+        lines += ["", title] if found else []
+        for name in (name for name in names if any((name, count) in found for count in counts)):
+            cells = [f"{found[name, count]:.2f}" if (name, count) in found else "" for count in counts]
+            lines.append(f"{name:34}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
+
+
+def medians_of(rows: list[dict]) -> dict[tuple[str, int], float]:
+    """(contender, M) -> ms."""
+    return {(r["contender"], r["members"]): statistics.median(r["ms"]) for r in rows}
+
+
+def goals(rows: list[dict]) -> str:
+    """What was wanted on an H200, as far as it was measured."""
+    ours, lines = "cmcl.fit, CMCL", ["wanted on an H200"]
+    for network, bar in {"resnet20": 1.15, "smallcnn": 1.3}.items():
+        ms = medians_of([row for row in rows if row["network"] == network])
+        ratios = {
+            "plain loop, IE / CMCL (at least 10)": ("plain loop, IE", ours),
+            "plain PyTorch, CMCL / CMCL (at least 10)": ("plain PyTorch, CMCL", ours),
+            f"CMCL with everything / IE (at most {bar})": (f"{ours}, sharing, sampled", "cmcl.fit, IE"),
+        }
+        if network == "resnet20" and (ours, 5) in ms:
+            lines.append(f"- resnet20, M = 5, CMCL (at most 3.0 ms): {ms[ours, 5]:.2f} ms")
+        for text, (above, below) in ratios.items():
+            wanted = network == "resnet20" or "everything" in text
+            if wanted and (above, 5) in ms and (below, 5) in ms:
+                lines.append(f"- {network}, M = 5, {text}: {ms[above, 5] / ms[below, 5]:.2f}")
+        each = ", ".join(f"{m}: {ms[name, m] / m:.3f}" for name, m in sorted(ms) if name == ours)
+        limit = ", at M = 25 at most 0.6" if network == "resnet20" else ""
+        lines += [f"- {network}, CMCL, ms per member by M (must not rise{limit}): {each}"] if each else []
+    starts = [row for row in rows if row["contender"].startswith("cmcl.fit") and row["first_step_s"]]
+    for row in sorted(starts, key=lambda row: -row["first_step_s"])[:3]:
+        where = f"{row['network']}, M = {row['members']}, {row['contender']}"
+        lines.append(f"- first step (within 25 s), slowest: {row['first_step_s']:.1f} s, {where}")
     return "\n".join(lines)
 
 
@@ -351,18 +223,14 @@ def sizes(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     for inputs, hidden, layers, batch in product((16, 64), (32, 128, 256), (1, 2), (32, 128, 512)):
 
-        class Network(nn.Sequential):
-            shape, classes, steps = (inputs,), 10, 60
+        def build(inputs: int = inputs, hidden: int = hidden, layers: int = layers) -> nn.Module:
+            middle = [nn.Linear(hidden, hidden), nn.ReLU()] * (layers - 1)
+            return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), *middle, nn.Linear(hidden, 10))
 
-            def __init__(self, inputs: int = inputs, hidden: int = hidden, layers: int = layers) -> None:
-                middle = [nn.Linear(hidden, hidden), nn.ReLU()] * (layers - 1)
-                super().__init__(nn.Linear(inputs, hidden), nn.ReLU(), *middle, nn.Linear(hidden, 10))
-
-        Network.batch = batch
-        NETWORKS["sizes"] = Network
+        NETWORKS["sizes"] = Network(build, (inputs,), 10, batch, 60, "1")
         work = Work("sizes", 5, "cpu")
         measured = [
-            [cmcl_fit(work, Network.steps, members=members) for members in ("stacked", "sequential")]
+            [min(cmcl_fit(work, members=members)[0]) for members in ("stacked", "sequential")]
             for _ in range(args.rounds)
         ]
         ratio = statistics.median(stacked / sequential for stacked, sequential in measured)
@@ -406,10 +274,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("records", nargs="*", help="sizes; start; or table FILE, of an earlier run")
-    parser.add_argument("--network", choices=NETWORKS, default="mlp")
+    parser.add_argument("--network", default="mlp", help=f"some of {', '.join(NETWORKS)}; or NAME:MEMBERS")
     parser.add_argument("--members", default="1,2,5,10,25")
-    parser.add_argument("--predict", type=int, metavar="EXAMPLES", help="measure predictions, not steps")
+    parser.add_argument(
+        "--predict", type=int, default=0, metavar="EXAMPLES", help="measure predictions, not steps"
+    )
+    parser.add_argument("--also-predict", type=int, metavar="EXAMPLES", help="after a network's first steps")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, help="the most of a measurement; two epochs of fit")
+    parser.add_argument(
+        "--target", type=float, default=0.0, help="seconds of a measurement, if fewer steps do"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="nothing is measured after so long")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="JSON lines are added to this file")
@@ -417,7 +293,9 @@ def main() -> None:
     if args.records in (["sizes"], ["start"]):
         {"sizes": sizes, "start": start}[args.records[0]](args)
     elif args.records:
-        print(table([json.loads(line) for line in Path(args.records[-1]).read_text().splitlines()]))
+        print(tables([json.loads(line) for line in Path(args.records[-1]).read_text().splitlines()]))
+    elif unknown := {name for name, _ in jobs(args)} - NETWORKS.keys():
+        parser.error(f"--network must name some of {', '.join(NETWORKS)}. Got {', '.join(unknown)}.")
     else:
         measure(args)
 
