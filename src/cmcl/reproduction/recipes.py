@@ -97,9 +97,8 @@ DIGITS = Recipe(
     lr=0.01,
     decay=0.1,
 )
-# The demo's: a subset, so that errors remain, and no dropout, which helps IE about as much as the
-# KL-to-uniform term helps CMCL. Chosen on seeds 0 to 4, on training images not among the 300, with other
-# values of beta and K than today's default.
+# The demo's: a subset, so that errors remain, and no dropout. Chosen on seeds 0 to 4, on training images not
+# among the 300, with other values of beta and K than the default.
 DIGITS300 = replace(
     DIGITS,
     subset=300,
