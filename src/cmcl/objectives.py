@@ -150,6 +150,31 @@ def confident_oracle_loss(
     return OracleLoss(terms.sum() / terms.shape[1], v, values, kl, q)
 
 
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, *, beta: float, overlap: int | Tensor
+) -> tuple[OracleLoss, Tensor]:
+    """`confident_oracle_loss` of targets (B,), and its gradient with respect to logits (M, B, C).
+
+        gradient_mi = (v_mi * (P_mi - Y_i) + beta * (1 - v_mi) * (P_mi - U)) / B
+
+    Y_i is 1 for the label and 0 for the other classes. Worked out by hand, without autograd and checks, which
+    cost a small network on a CPU as much as the loss itself.
+    """
+    (_, batch, classes), dtype = logits.shape, logits.dtype
+    z = logits.detach().float() if dtype in (torch.float16, torch.bfloat16) else logits.detach()
+    log_p = z.log_softmax(2)
+    labels = targets.long().expand(logits.shape[:2])[..., None]  # (M, B, 1)
+    task, kl = -log_p.gather(2, labels)[..., 0], -math.log(classes) - log_p.mean(2)  # (M, B)
+    weighted = _times(beta, kl)
+    v = specialists(task - weighted, overlap)  # Algorithm 1
+    total = torch.where(v, task, weighted).sum() / batch
+    q = v.to(task.dtype)
+    specialist, other = (q / batch)[..., None], ((1 - q) * (beta / batch))[..., None]
+    gradient = log_p.exp_().mul_(specialist + other).sub_(other / classes)
+    gradient.scatter_add_(2, labels, -specialist)
+    return OracleLoss(total, v, task, kl, q), gradient.to(dtype)
+
+
 def independent_loss(
     logits: Tensor, targets: Tensor, *, task: TaskLoss | None = None, ignore_index: int | None = None
 ) -> OracleLoss:

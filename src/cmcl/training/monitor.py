@@ -1,6 +1,6 @@
 """Telemetry: sums and counts on the device, rows once an epoch, and a warning about dead members.
 
-A row is a dict of JSON values; "epoch" is the number of epochs done. M members, B batch, C classes, N batches.
+A row is a dict of JSON values; "epoch" is the number of epochs done. M members, B batch, C classes, N steps.
 """
 
 import json
@@ -20,16 +20,12 @@ from .mesh import MeshPart
 
 # sums over examples
 BATCH = ("examples", "loss", "task", "kl", "specialist_entropy", "nonspecialist_entropy")
-KEPT = 2**16  # logits of batches that are kept to be counted together
+KEPT = 2**16  # logits of steps that are counted together: larger tensors would be new memory each time
 PATIENCE = 3  # epochs under a tenth of the fair share that make a member dead
 
 
 class Monitor:
-    """Sums over the steps of an epoch, on the device; `row` reads them once.
-
-    On a CPU, where each small operation costs more than its arithmetic, batches are kept and counted together:
-    a divergence is noticed in its step all the same.
-    """
+    """Sums over the steps of an epoch, on the device; `row` reads them once."""
 
     def __init__(self, members: int, classes: int, overlap: int, device: torch.device) -> None:
         self.sums = torch.zeros(len(BATCH), dtype=torch.float64, device=device)
@@ -39,14 +35,17 @@ class Monitor:
         self.losses = torch.zeros(members + 2, dtype=torch.float64, device=device)
         # after how many steps each of these sums was finite; of the last, after all
         self.finite = torch.zeros_like(self.losses)
-        self._kept: list[tuple[Tensor, ...]] = []  # batches that are not counted yet
-        self._alike: tuple[Any, ...] = ()  # what they have in common
+        # of steps that are not counted yet: what `keep` was given, and gradient norms
+        self._kept: list[tuple[Tensor, ...]] = []
+        self._norms: list[Tensor] = []
+        self._beta = 0.0
+        self._fine = torch.zeros((), device=device)
         self.fair_share = overlap / members
         self.epochs_below = [0] * members  # in a row, under a tenth of the fair share
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a step changes."""
-        self._count_kept()
+        self.count_kept()
         return [self.sums, self.examples, self.losses, self.finite]
 
     @torch.no_grad()
@@ -64,66 +63,78 @@ class Monitor:
 
         With `part`, loss and logits are of what this process computes, and targets of the whole batch.
         """
+        entropy = mean_entropy(logits.float().softmax(2), 2)  # (M, B)
         if part is not None:
-            loss, entropy = part.of_all(loss, _entropy(logits))
-        used = torch.where(loss.assignment, loss.task, loss.kl if beta else 0.0)  # (M, B)
-        self.losses[:-2].add_(used.sum(1))
-        values = loss.total, loss.assignment, loss.task, loss.kl
-        if part is not None or logits.device.type != "cpu" or torch.compiler.is_compiling():
-            entropy = entropy if part is not None else _entropy(logits)
-            self._add(*(tensor[None] for tensor in (*values, entropy, targets)), ignore_index)
-            return
-        alike = logits.shape, logits.dtype, targets.shape, ignore_index
-        if alike != self._alike:
-            self._count_kept()
-            self._alike = alike
-        self._kept.append(tuple(tensor.detach() for tensor in (*values, logits, targets)))
-        if len(self._kept) * logits.numel() >= KEPT:
-            self._count_kept()
-
-    @torch.no_grad()
-    def _count_kept(self) -> None:
-        if self._kept:
-            *values, logits, targets = map(torch.stack, zip(*self._kept, strict=True))
-            self._kept.clear()
-            entropy = _entropy(logits.flatten(0, 1)).unflatten(0, logits.shape[:2])
-            self._add(*values, entropy, targets, self._alike[-1])
-
-    def _add(
-        self,
-        totals: Tensor,  # (N,)
-        v: Tensor,  # (N, M, B), as the next three
-        task: Tensor,
-        kl: Tensor,
-        entropy: Tensor,
-        targets: Tensor,  # (N, B, ...)
-        ignore_index: int | None,
-    ) -> None:
-        others, (batches, batch) = ~v, targets.shape[:2]
-        counted = v.new_ones(batches, batch)
+            loss, entropy = part.of_all(loss, entropy)
+        v, others, batch = loss.assignment, ~loss.assignment, len(targets)  # (M, B)
+        used = torch.where(v, loss.task, loss.kl if beta else 0.0)
+        counted = v.new_ones(batch)
         if ignore_index is not None:
-            counted = (targets != ignore_index).reshape(batches, batch, -1).any(2)
-            v, others = v & counted[:, None], others & counted[:, None]
-        values = torch.stack([task, kl, entropy, entropy], 1)  # (N, 4, M, B)
-        chosen = values.where(torch.stack([v, others, v, others], 1), 0).sum((2, 3))
+            counted = (targets != ignore_index).reshape(batch, -1).any(1)
+            v, others = v & counted, others & counted
+        values = torch.stack([loss.task, loss.kl, entropy, entropy])  # (4, M, B)
         examples, total, rest = self.sums.split([1, 1, len(BATCH) - 2])
-        examples.add_(batches * batch)
-        for one, row in zip(totals, chosen, strict=True):  # in turn: the sums do not depend on N
-            total.add_(one, alpha=batch)
-            rest.add_(row)
-        learned = torch.cat([v, counted[:, None]], 1).double().movedim(0, 1).flatten(1)  # (M + 1, N * B)
+        examples.add_(batch)
+        total.add_(loss.total, alpha=batch)
+        rest.add_(values.where(torch.stack([v, others, v, others]), 0).sum((1, 2)))
+        learned = torch.cat([v, counted[None]]).double()  # (M + 1, B)
         if self.examples.shape[1] > 1:
-            self.examples.index_add_(1, targets.flatten().long(), learned)
+            self.examples.index_add_(1, targets.long(), learned)
         else:
             self.examples.add_(learned.sum(1, keepdim=True))
+        self.losses[:-2].add_(used.sum(1))
+
+    def keep(self, loss: OracleLoss, logits: Tensor, targets: Tensor, *, beta: float) -> None:
+        """`count` the batch of a step, but later and with others: on a CPU, small operations cost most.
+
+        Batches are of one size, and all their targets count. The losses are checked in `count_step` as ever.
+        """
+        if len(self._kept) * logits.numel() >= KEPT:
+            self.count_kept()
+        self._beta = beta
+        self._kept.append((*loss[:4], logits.detach(), targets))
+
+    @torch.no_grad()
+    def count_kept(self) -> None:
+        """Count what was kept. The sums are those of `count` and `count_step`, to the bit."""
+        if not self._kept:
+            return
+        totals, v, task, kl, logits, targets = map(torch.stack, zip(*self._kept, strict=True))
+        steps, _, batch = v.shape
+        entropy = mean_entropy(logits.float().softmax(3), 3)  # (N, M, B)
+        values = torch.stack([task, kl, entropy, entropy], 1)  # (N, 4, M, B)
+        rows = values.where(torch.stack([v, ~v, v, ~v], 1), 0).sum((2, 3))
+        used = torch.where(v, task, kl if self._beta else 0.0).sum(2)
+        self._in_turn(self.sums, [totals.new_full((steps, 1), batch), totals[:, None].double() * batch, rows])
+        self._in_turn(self.losses, [used, torch.stack(self._norms)[:, None], totals.new_zeros(steps, 1)])
+        self.finite.add_(self.losses.abs() < math.inf, alpha=steps)
+        seen = torch.cat([v, v.new_ones(steps, 1, batch)], 1).double().transpose(0, 1).flatten(1)
+        if self.examples.shape[1] > 1:
+            self.examples.index_add_(1, targets.flatten().long(), seen)
+        else:
+            self.examples.add_(seen.sum(1, keepdim=True))
+        self._kept.clear()
+        self._norms.clear()
+
+    @staticmethod
+    def _in_turn(sums: Tensor, parts: list[Tensor]) -> None:
+        """Add rows one after the other: the result does not depend on how many there are."""
+        rows = torch.cat([part.double() for part in parts], 1)
+        sums.copy_(torch.cat([sums[None], rows]).cumsum(0)[-1])
 
     def count_more(self, loss: Tensor, batch: int) -> None:
         """Add to the loss of a batch that is counted already."""
-        self._count_kept()
         self.sums[BATCH.index("loss")] += loss.detach() * batch
 
     def count_step(self, gradient_norm: Tensor) -> Tensor:
         """Add one step; returns 1.0 once a member's loss or gradient has not been finite, else 0.0."""
+        if self._kept:
+            if math.isfinite(self._kept[-1][0] + gradient_norm + self.losses.sum()):
+                self._norms.append(gradient_norm)
+                return self._fine
+            total, v, task, kl, logits, targets = self._kept.pop()
+            self.count_kept()
+            self.count(OracleLoss(total, v, task, kl, v), logits, targets, beta=self._beta)
         self.losses[-2].add_(gradient_norm)
         finite = self.losses.abs() < math.inf  # which NaN is not
         self.finite.add_(finite)
@@ -142,11 +153,12 @@ class Monitor:
 
     def steps(self) -> int:
         """The steps of this epoch so far; waits for the device."""
+        self.count_kept()
         return int(self.finite[-1])
 
     def row(self) -> dict[str, Any]:
         """The means of the epoch so far as plain numbers: one copy from the device."""
-        self._count_kept()
+        self.count_kept()
         parts = [self.sums, self.losses[-2:-1], self.finite[-1:], self.examples.flatten()]
         sums, norm, steps, counts = torch.cat(parts).cpu().split([len(part) for part in parts])
         counts = counts.reshape(self.examples.shape)
@@ -183,11 +195,6 @@ class Monitor:
                 f"of the examples) for {PATIENCE} epochs, and hardly learns. Try a larger overlap, a smaller "
                 "beta or a warm start (a few epochs as an independent ensemble)."
             )
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    """(M, B) of logits (M, B, C, ...)."""
-    return mean_entropy(logits.float().softmax(2), 2)
 
 
 class TelemetryFile:
