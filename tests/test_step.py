@@ -4,6 +4,8 @@ M members, B batch, C classes.
 """
 
 import math
+import platform
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -21,7 +23,7 @@ from cmcl.networks import NETWORKS
 from cmcl.training import step as engine_step
 from cmcl.training.batches import Resident, epoch_seed
 from cmcl.training.checkpoint import _tensors
-from cmcl.training.cuda import Compiler, Runner, compiler_settings, joined
+from cmcl.training.cuda import Compiler, Runner, compiler_settings, joined, reuse_memory
 from cmcl.training.optim import set_lr
 from cmcl.training.step import Step, TrainState
 from helpers import only_our_warnings
@@ -417,3 +419,15 @@ def test_only_the_training_thread_looks_away():
             another.submit(loss).result()
     with pytest.raises(ValueError, match="logits must not be NaN"):
         loss()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators have other rules")
+def test_memory_that_was_freed_is_used_again():
+    def pages():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**21)  # 8 MiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    reuse_memory()
+    pages()
+    assert pages() < 100  # of 2048
