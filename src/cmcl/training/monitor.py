@@ -35,7 +35,7 @@ class Monitor:
         self.losses = torch.zeros(members + 2, dtype=torch.float64, device=device)
         # after how many steps each of these sums was finite; of the last, after all
         self.finite = torch.zeros_like(self.losses)
-        # of steps that are not counted yet: what `keep` was given, and gradient norms
+        # of steps that are not counted yet: what `keep` was given, and the gradient norms
         self._kept: list[tuple[Tensor, ...]] = []
         self._norms: list[Tensor] = []
         self._beta = 0.0
@@ -100,11 +100,11 @@ class Monitor:
         if not self._kept:
             return
         totals, v, task, kl, logits, targets = map(torch.stack, zip(*self._kept, strict=True))
-        steps, _, batch = v.shape
+        (steps, _, batch), beta = v.shape, self._beta
         entropy = mean_entropy(logits.float().softmax(3), 3)  # (N, M, B)
         values = torch.stack([task, kl, entropy, entropy], 1)  # (N, 4, M, B)
         rows = values.where(torch.stack([v, ~v, v, ~v], 1), 0).sum((2, 3))
-        used = torch.where(v, task, kl if self._beta else 0.0).sum(2)
+        used = torch.where(v, task, kl if beta else 0.0).sum(2)
         self._in_turn(self.sums, [totals.new_full((steps, 1), batch), totals[:, None].double() * batch, rows])
         self._in_turn(self.losses, [used, torch.stack(self._norms)[:, None], totals.new_zeros(steps, 1)])
         self.finite.add_(self.losses.abs() < math.inf, alpha=steps)
