@@ -228,9 +228,9 @@ def modern_title(base: str) -> str:
 PAPER = {"IE": "-ie", "MCL": "-mcl", "CMCL": "-cmcl"}
 TODAY = {
     "IE": "-ie",
-    "CMCL, plain": "-cmcl",
+    "CMCL, the library's default": "-cmcl",
     "CMCL, plain, beta 0.75": "-cmcl-beta0.75",
-    "CMCL, shared features": "-cmcl-sharing",
+    "CMCL, default with shared features": "-cmcl-sharing",
     "CMCL, shared features, beta 0.75": "-cmcl-sharing-beta0.75",
 }
 TODAY[modern.METHODS["single"]] = "-single"
@@ -545,7 +545,7 @@ def not_for() -> str:
     mine, other = "cifar10-resnet20-cmcl", "cifar10-resnet20-ie"
     (ours, *_), (ie, *_) = seeds_of(mine), seeds_of(other)
     vgg = compared("cifar10-vggnet17-cmcl", "cifar10-vggnet17-ie")
-    today = compared("cifar10-resnet20-w16-modern-cmcl-beta0.75", "cifar10-resnet20-w16-modern-ie")
+    today = compared("cifar10-resnet20-w16-modern-cmcl", "cifar10-resnet20-w16-modern-ie")
     shared, single = (
         seeds_of(f"cifar10-resnet20-w16-modern-{name}") for name in ("cmcl-sharing-beta0.75", "single")
     )
@@ -559,7 +559,7 @@ def not_for() -> str:
         f"**Members that are good alone.** Five VGGNet-17 on CIFAR-10: {vgg.mine['mean']:.2f} against IE's "
         f"{vgg.other['mean']:.2f} %, {p_text(vgg)}; five ResNet-20 with a [modern recipe]({WELL}): "
         f"{today.mine['mean']:.2f} against {today.other['mean']:.2f} %, {p_text(today)}, with shared features "
-        f"{mean_error(shared)}. There, one network with as many weights as the five has {mean_error(single)}.",
+        f"and beta = 0.75 {mean_error(shared)}. There, one network with as many weights as the five has {mean_error(single)}.",
         f"**The members' disagreement as uncertainty.** It separates SVHN from CIFAR-10 with an AUROC of {auroc[0]:.2f}, "
         f"IE's with {auroc[1]:.2f} ([scores](docs/tutorials/calibration.md#uncertainty-scores)).",
         "**Many classes with few images each,** such as CIFAR-100: others report that CMCL loses its advantage. We "
@@ -884,6 +884,7 @@ TABLES: dict[str, Callable[[], str]] = {  # <!-- make:NAME --> ... <!-- make:end
     "mesh": meshes,
     "peers-mlp": whole("bench/peers-mlp-cpu.txt"),
     "peers-cnn": whole("bench/peers-cnn-cpu.txt"),
+    "peers-gpu": whole("bench/peers-h200.txt"),
     "peers-start": whole("bench/start-cpu.txt"),
     "engine": table_of("engine-benchmark-h200.txt", "| row | members | ms/step"),
     "sizes": whole("bench/sizes-cpu.txt"),
