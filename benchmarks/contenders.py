@@ -444,7 +444,7 @@ def _installed(name: str) -> bool:
 
 def clock() -> float:
     """Seconds; of this process alone where one thread computes."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # work runs there
         torch.cuda.synchronize()
         return time.perf_counter()
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()

@@ -41,6 +41,7 @@ from torch import nn
 import cmcl
 from cmcl.reproduction.environment import commit
 from cmcl.stacking import pays
+from cmcl.training.cuda import reuse_memory
 
 
 def run_rounds(found: dict[str, Contender], rounds: int, deadline: float, *, cuda: bool) -> None:
@@ -56,7 +57,7 @@ def run_rounds(found: dict[str, Contender], rounds: int, deadline: float, *, cud
                 times = watched(contender) if contender.peak_gib is None and cuda else contender()
             except Exception as error:  # one of them must not end the measurement of the others
                 print(f"  {name}: {type(error).__name__}: {error}"[:2000], file=sys.stderr, flush=True)
-                contender.failed, contender.step = True, None
+                contender.failed, contender.step, contender.ms = True, None, []
                 continue
             if number or contender.whole:
                 contender.ms += [1e3 * seconds for seconds in times]
@@ -128,6 +129,7 @@ def measure_one(
 def measure(args: argparse.Namespace) -> None:
     """Print, and append to --out, the times of all contenders."""
     torch.set_num_threads(args.threads)
+    reuse_memory()  # as `fit` does, so that no contender profits by its place
     rows, deadline, predicted = list[dict](), time.perf_counter() + args.seconds, set()
     for name, members in jobs(args):
         examples = [args.predict]
@@ -179,7 +181,9 @@ def table(rows: list[dict]) -> str:
         "first_step_s": "seconds until the first step",
         "peak_gib": "peak memory, GiB",
     }.items():
-        found = {(r["contender"], r["members"]): r[key] for r in rows if r.get(key) is not None}
+        # of others they depend on what ran before: autotuning, and memory that is kept
+        fits = [row for row in rows if row["contender"].startswith("cmcl.fit")]
+        found = {(r["contender"], r["members"]): r[key] for r in fits if r.get(key) is not None}
         lines += ["", title] if found else []
         for name in (name for name in names if any((name, count) in found for count in counts)):
             cells = [f"{found[name, count]:.2f}" if (name, count) in found else "" for count in counts]

@@ -205,20 +205,21 @@ def _compared(title: str, runs: list[Run]) -> str:
         "CMCL against each, over datasets (Wilcoxon signed ranks; effect size: matched-pairs rank-biserial);",
         "* p < 0.05 on that dataset alone, paired t-tests over seeds with Holm's correction:",
     ]
-    for model in models[1:]:
-        gaps, more = (
-            means(key, "CMCL", model) - means(key, model, "CMCL") for key in ("test", "test log loss")
-        )
+    pairs = {model: ("CMCL", model) for model in models[1:]}
+    if "CMCL, auto" in models:
+        pairs["auto against IE"] = ("CMCL, auto", "IE")
+    for label, (mine, model) in pairs.items():
+        gaps, more = (means(key, mine, model) - means(key, model, mine) for key in ("test", "test log loss"))
         p, p_loss = (stats.wilcoxon(g).pvalue if g.any() else 1.0 for g in (gaps, more))
-        pairs = [(found["CMCL", n], found[model, n]) for n in names]  # of the same splits, over seeds
-        single = holm(np.array([_paired(*pair) for pair in pairs])) < 0.05
+        p_values = [_paired(found[mine, n], found[model, n]) for n in names]  # of the same splits, over seeds
+        single = holm(np.array(p_values)) < 0.05
         worse = ", ".join(
             f"{name}{'*' if sure else ''}"
             for name, gap, sure in zip(names, gaps, single, strict=True)
             if gap > 0
         )
         lines.append(
-            f"{model:14} difference {gaps.mean():+6.2f}  lower on {(gaps < 0).sum()} "
+            f"{label:14} difference {gaps.mean():+6.2f}  lower on {(gaps < 0).sum()} "
             f"(*{single[gaps < 0].sum()}), equal on {(gaps == 0).sum()} of {len(names)}  p = {p:.3g}  effect "
             f"{effect(gaps):+.2f}  higher on: {worse or 'none'}; log loss lower on {(more < 0).sum()}, "
             f"p = {p_loss:.3g}"

@@ -229,9 +229,9 @@ PAPER = {"IE": "-ie", "MCL": "-mcl", "CMCL": "-cmcl"}
 TODAY = {
     "IE": "-ie",
     "CMCL, the library's default": "-cmcl",
-    "CMCL, plain, beta 0.75": "-cmcl-beta0.75",
+    "CMCL, plain, beta 0.75": "-cmcl-paper-beta",
     "CMCL, default with shared features": "-cmcl-sharing",
-    "CMCL, shared features, beta 0.75": "-cmcl-sharing-beta0.75",
+    "CMCL, shared features, beta 0.75": "-cmcl-sharing-paper-beta",
 }
 TODAY[modern.METHODS["single"]] = "-single"
 MODERN = {modern_title(base): (f"{base}-modern", TODAY) for base, *_ in MODERN_RUNS}
@@ -547,7 +547,7 @@ def not_for() -> str:
     vgg = compared("cifar10-vggnet17-cmcl", "cifar10-vggnet17-ie")
     today = compared("cifar10-resnet20-w16-modern-cmcl", "cifar10-resnet20-w16-modern-ie")
     shared, single = (
-        seeds_of(f"cifar10-resnet20-w16-modern-{name}") for name in ("cmcl-sharing-beta0.75", "single")
+        seeds_of(f"cifar10-resnet20-w16-modern-{name}") for name in ("cmcl-sharing-paper-beta", "single")
     )
     found = json.loads((RESULTS / "rejecting.json").read_text())
     auroc = found["cmcl"]["ranking"]["disagreement"]["auroc"], found["ie"]["ranking"]["disagreement"]["auroc"]
@@ -557,9 +557,9 @@ def not_for() -> str:
         f"**Probabilities that are not calibrated.** The averaged prediction is underconfident by design: ECE "
         f"{ece([ours])} % with [temperature scaling](docs/tutorials/calibration.md#temperature-scaling), IE's {ece([ie])} %.",
         f"**Members that are good alone.** Five VGGNet-17 on CIFAR-10: {vgg.mine['mean']:.2f} against IE's "
-        f"{vgg.other['mean']:.2f} %, {p_text(vgg)}; five ResNet-20 with a [modern recipe]({WELL}): "
-        f"{today.mine['mean']:.2f} against {today.other['mean']:.2f} %, {p_text(today)}, with shared features "
-        f"and beta = 0.75 {mean_error(shared)}. There, one network with as many weights as the five has {mean_error(single)}.",
+        f"{vgg.other['mean']:.2f} %, {p_text(vgg)}; five ResNet-20 with a [modern recipe]({WELL}) and "
+        f"the default: {today.mine['mean']:.2f} against {today.other['mean']:.2f} %, {p_text(today)}; with shared features "
+        f"and beta = 0.75: {mean_error(shared)}. There, one network with as many weights as the five has {mean_error(single)}.",
         f"**The members' disagreement as uncertainty.** It separates SVHN from CIFAR-10 with an AUROC of {auroc[0]:.2f}, "
         f"IE's with {auroc[1]:.2f} ([scores](docs/tutorials/calibration.md#uncertainty-scores)).",
         "**Many classes with few images each,** such as CIFAR-100: others report that CMCL loses its advantage. We "

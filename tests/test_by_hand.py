@@ -77,6 +77,15 @@ class TestKept:
         assert not any(broken)
         return own
 
+    def test_few_logits_are_no_reason_to_keep_all_steps(self):
+        own, (logits, targets) = Monitor(1, 2, 1, CPU), draw(1, 1, 2)
+        loss = detached(confident_oracle_loss(logits, targets))
+        for _ in range(600):
+            own.keep(loss, logits, targets, beta=1.0)
+            own.count_step(torch.tensor(1.0))
+            assert len(own._kept) <= 256
+        assert own.steps() == 600
+
     @pytest.mark.parametrize("limit", [0, 300, 10**6])  # each alone, by three, all of them
     @pytest.mark.parametrize(("beta", "classes"), [(0.5, 5), (0.0, 1)])
     def test_to_the_bit(self, limit, beta, classes, monkeypatch):
@@ -142,7 +151,9 @@ def parameters(own):
 
 class TestRun:
     @pytest.mark.parametrize("members", ["stacked", "sequential"])
-    @pytest.mark.parametrize("method", [{}, {"method": "ie"}, {"method": "mcl"}, {"evolve": 0.5}])
+    @pytest.mark.parametrize(
+        "method", [{}, {"method": "ie"}, {"method": "mcl"}, {"evolve": 0.5}, {"clip_norm": 1.0, "ema": 0.2}]
+    )
     def test_equals_autograd(self, members, method, monkeypatch):
         options = Options(quiet=True, device="cpu", members=members)
         found, by_hand = [], []
@@ -173,6 +184,16 @@ class TestRun:
             run(ensemble(), recipe=Recipe(**vars(RECIPE) | other))
         assert len(seen) == 4 * 20
         assert not any(seen)
+
+    def test_another_shape_in_train_mode(self):
+        """The check before the run sees eval mode."""
+
+        class Doubled(nn.Linear):
+            def forward(self, x):
+                return super().forward(x).repeat(1 + self.training, 1)
+
+        with pytest.raises(ValueError, match=r"targets must have shape \(8,\)"):
+            run(cmcl.Ensemble(lambda: Doubled(6, 4), 3))
 
     @pytest.mark.parametrize("number", [3, 9, 14])
     def test_resumed_amid_kept_steps(self, number, tmp_path, monkeypatch):

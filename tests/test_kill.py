@@ -23,6 +23,7 @@ STEPS = 80  # 5 an epoch
 
 SETTINGS = {  # of the recipe
     "a plain recipe": {},
+    "exact labels, the default": {"labels": "exact"},
     "augmentation and averaged weights": {"augment": {"flip": True, "crop": 1, "mixup": 0.2}, "ema": 0.2},
 }
 WRITES = ("write: nothing yet", "write: half", "write: all", "write: before fsync")

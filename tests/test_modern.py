@@ -43,8 +43,9 @@ def test_the_methods_of_a_base_are_trained_alike(base):
     assert {(recipes[m].beta, recipes[m].overlap) for m in ("cmcl", "cmcl-sharing")} == {DEFAULT}
     for method in paper:
         beside = replace(recipes[method], beta=DEFAULT[0], overlap=DEFAULT[1])
-        assert beside == recipes[method.removesuffix("-beta0.75")]
+        assert beside == recipes[method.removesuffix("-paper-beta")]
         assert (recipes[method].beta, recipes[method].overlap) == (0.75, 4)
+    assert len(paper) == (2 if base == "cifar10-resnet20-w16" else 0)
     assert ie["validation"], "for the temperature"
     assert recipes["ie"].flip_at_test == (recipes["ie"].data != "svhn"), "mirrored digits are others"
     five = recipes["ie"].members * weights(f"{base}-modern-ie")

@@ -533,3 +533,12 @@ def test_a_torch_without_a_private_function_is_warned_about_once(monkeypatch, na
         private_torch.cache_clear()
     for one, two in zip(usual.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two)
+
+
+def test_a_run_that_cannot_start_moves_the_ensemble_back(monkeypatch):
+    """Without a GPU: what `Ensemble.to` is asked for."""
+    places, (cpu, gpu) = [], map(torch.device, ("cpu", "cuda"))
+    monkeypatch.setattr(Ensemble, "to", lambda self, *place, **layout: places.extend(place))
+    with pytest.raises(StopIteration), loop._on_device(small(), gpu):
+        next(iter(()))
+    assert places == [gpu, cpu]

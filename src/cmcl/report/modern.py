@@ -20,8 +20,8 @@ METHODS = {
     "ie": "IE",
     "cmcl": "CMCL",
     "cmcl-sharing": "CMCL with sharing",
-    "cmcl-beta0.75": "CMCL, beta = 0.75",
-    "cmcl-sharing-beta0.75": "CMCL with sharing, beta = 0.75",
+    "cmcl-paper-beta": "CMCL, beta = 0.75",
+    "cmcl-sharing-paper-beta": "CMCL with sharing, beta = 0.75",
 }
 LEGEND = series(METHODS.values(), {"IE": "ie", "CMCL": "cmcl", METHODS["single"]: "single"})
 COVERAGE = 80  # percent of the images

@@ -231,7 +231,7 @@ def _modern() -> Iterator[tuple[str, str, str, Recipe]]:
             yield stem, method, f"{stem}-modern-{method}", cmcl
             if stem == "cifar10-resnet20-w16":
                 paper = replace(cmcl, beta=base.beta, overlap=4)
-                yield stem, f"{method}-beta0.75", f"{stem}-modern-{method}-beta0.75", paper
+                yield stem, f"{method}-paper-beta", f"{stem}-modern-{method}-paper-beta", paper
 
 
 # IE of Table 1, and CMCL as a user meets it: the default was chosen on small MLPs.

@@ -95,12 +95,13 @@ def execution(options: Options, seed: int) -> Iterator[None]:
 
 
 def reuse_memory() -> None:
-    """Let glibc keep up to 62 MiB of freed memory for the next step, which otherwise gets new pages.
+    """Let glibc keep freed memory for the next step, which otherwise gets new pages.
 
-    Freeing a block of its own raises the limits to its size and twice that (mallopt(3), M_MMAP_THRESHOLD); of
-    at most 32 MiB. The block itself is never touched, so it costs nothing.
+    Freeing a block of its own raises the limits, for the rest of the process: blocks of up to its size, at
+    most 32 MiB, come from the heap, whose free end may be twice as long (mallopt(3), M_MMAP_THRESHOLD). The
+    block is never touched, so it costs nothing.
     """
-    torch.empty(31 * 2**20, dtype=torch.uint8)
+    torch.UntypedStorage(31 * 2**20, device="cpu")
 
 
 def use_compiler(options: Options) -> bool:

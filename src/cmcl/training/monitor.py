@@ -20,7 +20,8 @@ from .mesh import MeshPart
 
 # sums over examples
 BATCH = ("examples", "loss", "task", "kl", "specialist_entropy", "nonspecialist_entropy")
-KEPT = 2**16  # logits of steps that are counted together: larger tensors would be new memory each time
+# logits, and steps, that are counted together at most: larger tensors would be new memory each time
+KEPT, KEPT_STEPS = 2**16, 256
 PATIENCE = 3  # epochs under a tenth of the fair share that make a member dead
 
 
@@ -89,14 +90,14 @@ class Monitor:
 
         Batches are of one size, and all their targets count. The losses are checked in `count_step` as ever.
         """
-        if len(self._kept) * logits.numel() >= KEPT:
+        if len(self._kept) >= min(KEPT_STEPS, KEPT / logits.numel()):
             self.count_kept()
         self._beta = beta
         self._kept.append((*loss[:4], logits.detach(), targets))
 
     @torch.no_grad()
     def count_kept(self) -> None:
-        """Count what was kept. The sums are those of `count` and `count_step`, to the bit."""
+        """Count what was kept. The sums are those of `count` and `count_step`, of float32 to the bit."""
         if not self._kept:
             return
         totals, v, task, kl, logits, targets = map(torch.stack, zip(*self._kept, strict=True))

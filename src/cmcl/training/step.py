@@ -223,6 +223,8 @@ class Step:
         """`forward` and the backward pass, with the gradient of the loss worked out by hand."""
         with torch.autocast("cpu", torch.bfloat16) if self.precision == "bf16" else nullcontext():
             logits = self.logits(x)
+        if logits.shape[1:-1] != targets.shape:  # (B,): raises
+            _checks.objective(logits, targets, self.objective["beta"], 1, own_task=False)
         with torch.no_grad():
             given = {key: self.objective[key] for key in ("beta", "overlap")}
             loss, gradient = loss_and_gradient(logits, targets, **given)
