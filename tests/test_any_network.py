@@ -190,7 +190,9 @@ class TestYourOwnLoss:
         for method in ("ie", "cmcl"):
             changes = {"method": method, "steps": 3, "warm_start": 1}
             ours, theirs = (self.weights_after(one, 0.1, **changes) for one in (task, None))
-            torch.testing.assert_close(ours, theirs)  # its gradient is worked out by hand
+            torch.testing.assert_close(
+                ours, theirs
+            )  # without a task, the gradient is computed in closed form
 
     def test_twice_the_loss_is_twice_the_step(self):
         def doubled(logits, targets):

@@ -157,8 +157,8 @@ def loss_and_gradient(
 
         gradient_mi = (v_mi * (P_mi - Y_i) + beta * (1 - v_mi) * (P_mi - U)) / B
 
-    Y_i is 1 for the label and 0 for the other classes. Worked out by hand, without autograd and checks, which
-    cost a small network on a CPU as much as the loss itself.
+    Y_i is 1 for the label and 0 for the other classes. In closed form, without autograd and checks, which for
+    a small network on a CPU cost as much as the loss itself.
     """
     (_, batch, classes), dtype = logits.shape, logits.dtype
     z = logits.detach().float() if dtype in (torch.float16, torch.bfloat16) else logits.detach()

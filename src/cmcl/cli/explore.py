@@ -57,7 +57,7 @@ def demo(
     segmentation: Annotated[
         bool, Option("--segmentation", help="Segment drawn scenes instead of classifying digits.")
     ] = False,
-    seed: common.Seed = 4,  # of 0 to 4, on which that of the digits was chosen, the one with the median gain
+    seed: common.Seed = 4,  # of the seeds 0 to 4, the one with the median gain on the digits
     quiet: common.Quiet = False,
     as_json: common.AsJson = False,
 ) -> None:

@@ -141,7 +141,7 @@ class Step:
         compiler = Compiler(dynamic=False if isinstance(batches, Resident) else None) if compile else None
         self.run = Runner(len(state.ensemble.members) if streams else 0, compiler)
         self.loss = compiler(_loss) if compiler else _loss
-        self.by_hand = (
+        self.closed_form = (  # `loss_and_gradient` can be used
             compiler is None
             and state.device.type == "cpu"
             and state.mesh.size == state.recipe.accumulate == 1
@@ -183,7 +183,7 @@ class Step:
                 part = state.mesh.part(len(state.ensemble.members), len(x), (state.seed, state.step, number))
                 if part is not None:
                     x, y = x[part.examples], y[part.examples]
-                if self.by_hand:
+                if self.closed_form:
                     self.backward(x, y, classes)
                 else:
                     total = self.forward(x, y, classes, part)
@@ -220,7 +220,7 @@ class Step:
         return total
 
     def backward(self, x: Tensor, targets: Tensor, labels: Tensor) -> None:
-        """`forward` and the backward pass, with the gradient of the loss worked out by hand."""
+        """`forward` and the backward pass, with the gradient of the loss in closed form."""
         with torch.autocast("cpu", torch.bfloat16) if self.precision == "bf16" else nullcontext():
             logits = self.logits(x)
         if logits.shape[1:-1] != targets.shape:  # (B,): raises

@@ -1,4 +1,4 @@
-"""The gradient worked out by hand, and steps counted together, are those of autograd, one by one."""
+"""The gradient in closed form, and steps counted together, are those of autograd, one by one."""
 
 import json
 import math
@@ -156,30 +156,30 @@ class TestRun:
     )
     def test_equals_autograd(self, members, method, monkeypatch):
         options = Options(quiet=True, device="cpu", members=members)
-        found, by_hand = [], []
-        for hand in (True, False):
+        found, used = [], []
+        for closed in (True, False):
             own = ensemble()
             with monkeypatch.context() as patch:
                 call = Step.__call__
 
-                def step(self, hand=hand, call=call):
-                    by_hand.append(self.by_hand)
-                    self.by_hand = hand
+                def step(self, closed=closed, call=call):
+                    used.append(self.closed_form)
+                    self.closed_form = closed
                     call(self)
 
                 patch.setattr(Step, "__call__", step)
                 rows = run(own, recipe=Recipe(**vars(RECIPE) | method), options=options)
             found.append((parameters(own), rows))
-        assert all(by_hand[:20])
+        assert all(used[:20])
         torch.testing.assert_close(found[0][0], found[1][0])
         for ours, theirs in zip(found[0][1], found[1][1], strict=True):
             assert ours.keys() == theirs.keys()
             for key, value in ours.items():
                 torch.testing.assert_close(torch.tensor(value), torch.tensor(theirs[key]), msg=key)
 
-    def test_not_by_hand_what_it_does_not_know(self, monkeypatch):
+    def test_only_of_what_it_knows(self, monkeypatch):
         seen, call = [], Step.__call__
-        monkeypatch.setattr(Step, "__call__", lambda step: (seen.append(step.by_hand), call(step))[1])
+        monkeypatch.setattr(Step, "__call__", lambda step: (seen.append(step.closed_form), call(step))[1])
         for other in ({"labels": "sampled"}, {"rule": "relaxed"}, {"accumulate": 2}, {"adversarial": 0.1}):
             run(ensemble(), recipe=Recipe(**vars(RECIPE) | other))
         assert len(seen) == 4 * 20
